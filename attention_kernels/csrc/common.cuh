@@ -91,6 +91,31 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, 
   return error;
 }
 
+// Launches a kernel whose blocks, in clusters, all run at the same time and may wait for each other.
+// Fails if the device has no room for all of them.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_at_once(void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
+                           size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
+  cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), smem_bytes);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = cluster;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
 // Counterpart of the emulator's complete(), which defers launches.
 template <typename Launches>
 cudaError_t complete(Launches launches) {

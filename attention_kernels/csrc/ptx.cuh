@@ -162,6 +162,52 @@ inline __device__ void store_to_block(float* here, unsigned block, float value) 
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 
+// Words in global memory that blocks which run at the same time exchange, of which a thread reads all
+// bits or none that another one has stored. They order no other accesses. Before a thread reads a
+// word again, which has not arrived yet, it calls poll_again().
+inline __device__ void store_word(unsigned long long* to, unsigned long long word) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+inline __device__ unsigned long long load_word(const unsigned long long* from) {
+  unsigned long long word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  return word;
+}
+inline __device__ void poll_again() {}
+
+// Copies words to the address in a block of the cluster that corresponds to `here`, 1, 2 or 4 times
+// 4 bytes and aligned to that. When they have arrived, they count towards the phase of that block's
+// barrier.
+template <int kWords>
+__device__ void send_words(void* here, unsigned block, const unsigned (&words)[kWords],
+                           Barrier* barrier) {
+  unsigned there, barrier_there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(barrier_there)
+      : "r"(shared_address(barrier)), "r"(block));
+  if constexpr (kWords == 1) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+            there),
+        "r"(words[0]), "r"(barrier_there)
+        : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, "
+        "[%3];" ::"r"(there),
+        "r"(words[0]), "r"(words[1]), "r"(barrier_there)
+        : "memory");
+  } else {
+    static_assert(kWords == 4);
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, "
+        "%4}, [%5];" ::"r"(there),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(barrier_there)
+        : "memory");
+  }
+}
+
 // Arrives at the barrier in another block of the cluster that corresponds to `here`.
 inline __device__ void barrier_arrive_at_block(Barrier* here, unsigned block) {
   asm volatile(

@@ -1,7 +1,8 @@
 """The fused engine: a decode step is a chain of our own kernels, csrc/v02_early_launches.cu.
 
-The kernels are compiled for a model's shape and a batch size, on first use. A block reads its part
-of a matrix in one piece, so the engine keeps a second, packed copy of the layers' weights.
+For a single row, one kernel can run all layers. The kernels are compiled for a model's shape and a
+batch size, on first use. A block reads its part of a matrix in one piece, so the engine keeps a
+second, packed copy of the layers' weights.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ SPLIT = 128  # keys per split of attention
 # Limits on the bytes of weights per block where the columns are free; found by trial on an H200.
 QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
-# Of the heads' projection, if attention computes it in parts, which all blocks of the hidden units
-# read. On an H200, GPT-2 small in bfloat16 is slower with twice as many, and slower in float32.
-PART_ROWS = 128
-MAX_PARTS = 6
+RANKS = 8  # blocks of a head's cluster, if one kernel runs all layers
+MAX_HEADS = 12  # more were not measured, and may not run at once
+# Multiprocessors per cluster that are sure to run it: they come in groups of up to 18, and those of
+# a group that are left over run no cluster.
+PER_CLUSTER = 11
 MUCH_BYTES = 200 * 1024  # shared memory of a block on an H200; cards with less were not measured
 HEAD_STATIC_BYTES = 4096  # reserved in the kernel of the logits, by struct Ring
 MAX_STATIC_BYTES = 48 * 1024  # limit on a kernel's static shared memory
@@ -187,6 +189,8 @@ class StepShape:
     shared_bytes: int
     is_portable: bool = False
     """Whether the step does without early launches, bulk copies and clusters."""
+    clusters: int = MAX_HEADS
+    """Clusters of RANKS blocks that the GPU runs at once."""
 
     @functools.cached_property
     def products(self) -> Mapping[str, BlockedMatrix]:
@@ -200,27 +204,42 @@ class StepShape:
             "QKV": self._widest(width, 3 * width, warps, qkv_bytes),
             "PROJ": BlockedMatrix(width, width, 8, self._parts or warps),
             "FC": self._widest(width, inner, warps, FC_BYTES),
-            "FC2": BlockedMatrix(inner, width, 8, 2 * warps),
+            "FC2": BlockedMatrix(inner, width, 8, self._parts or 2 * warps),
         }
 
     @property
     def _parts(self) -> int:
-        """The parts of the heads' projection, which are summed in order; 0 if it has none.
+        """The parts of a sum over heads or hidden units, which are added in order; 0 if none.
 
-        Batches and the portable step have them, too, because they give the same bits.
+        If one kernel runs all layers, each head's cluster computes one. Batches and the portable
+        step have them, too, because they give the same bits.
         """
-        width, head_dim = self.config.n_embd, self.config.head_dim
-        heads = PART_ROWS // head_dim
-        blocks = heads * min(self.max_splits, 8 // heads)  # of a part
-        divides = width % PART_ROWS == 0 and width % (8 * blocks) == 0
-        if self.dtype == torch.float32 or not divides or not 2 <= width // PART_ROWS <= MAX_PARTS:
+        config = self.config
+        divides = config.n_embd % (8 * RANKS) == 0 and config.inner_dim % (64 * config.n_head) == 0
+        if not divides or config.head_dim % 64 or not 1 < config.n_head <= MAX_HEADS:
             return 0
-        return width // PART_ROWS
+        return config.n_head
 
-    @property
-    def projected_parts(self) -> int:
-        """The parts of the heads' projection, if attention computes it; else 0."""
-        return 0 if self.is_portable or self.batch > 1 else self._parts
+    @functools.cached_property
+    def is_one_kernel(self) -> bool:
+        """Whether one kernel runs all layers."""
+        width, head_dim, heads = self.config.n_embd, self.config.head_dim, self.config.n_head
+        if self.is_portable or self.batch > 1 or not self._parts or self.max_splits > RANKS:
+            return False
+        hidden = self.config.inner_dim // heads  # of a cluster
+        qkv, fc = self.products["QKV"], self.products["FC"]
+        fits_head = head_dim % qkv.block_columns == 0 and (hidden // RANKS) % fc.block_columns == 0
+        if not fits_head or qkv.warps != 8 or heads > self.clusters:
+            return False
+        # Two regions for weights, that of the heads' projection, and struct LayersShared
+        size = self.dtype.itemsize
+        units = -(-3 * head_dim // qkv.block_columns // RANKS)  # of q, k and v per block
+        region = max(units * qkv.block_bytes(self.dtype), size * hidden * width // RANKS)
+        partials = 4 * (head_dim + 2) * (8 + RANKS)
+        vectors = 4 * (width + head_dim) + size * (3 * head_dim + hidden)
+        sums = 4 * 8 * max(units * qkv.block_columns, hidden // RANKS)
+        other = max(x_bytes(width, self.dtype, 1), partials) + vectors + sums + 512
+        return 2 * region + size * head_dim * width // RANKS + other <= self.shared_bytes
 
     def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> BlockedMatrix:
         """Return a product after a LayerNorm, with as many columns per block as fit.
@@ -280,8 +299,7 @@ class StepShape:
                 f"a block of {name} needs {-(-most // 1024)} KB of shared memory, and this device "
                 f"has {self.shared_bytes // 1024} KB"
             )
-        cluster_heads = self.config.n_head // (self.projected_parts or self.config.n_head)
-        partials = 8 + self.max_splits * cluster_heads  # of attention's warps and of its splits
+        partials = 8 + self.max_splits  # partial results of attention: its warps', the splits'
         if 4 * (self.config.head_dim + 2) * partials > MAX_STATIC_BYTES:
             reasons.append(f"a context of {self.config.n_positions} tokens")
         return reasons
@@ -302,8 +320,8 @@ class StepShape:
         width, heads = self.config.n_embd, self.config.n_head
         splits = self.max_splits * (width + 2 * heads)
         row = 3 * width + self.config.inner_dim + 2 * self.head_blocks + splits
-        projected = max(self.projected_parts, 1) * width
-        return self.batch * row + projected + 2 * 4  # padding to 16 bytes around the splits
+        words = 2 * width * (2 * heads if self.is_one_kernel else 1)
+        return self.batch * row + words + 3 * 4  # padding to 16 bytes, and the epoch
 
     def version(self) -> header.VersionHeader:
         """Return the kernels' header, with the shape as macros and its own op name."""
@@ -318,7 +336,7 @@ class StepShape:
             "MAX_SPLITS": self.max_splits,
             "SMEM": self.shared_bytes,
             "PORTABLE": int(self.is_portable),
-            "PARTS": self.projected_parts,
+            "ONE_KERNEL": int(self.is_one_kernel),
         }
         for name, one in self.products.items():
             macros |= {f"{name}_COLUMNS": one.block_columns, f"{name}_WARPS": one.warps}
@@ -390,7 +408,8 @@ def shape_on(model: GPT2, batch: int) -> StepShape:
     # torch's stubs lack this field.
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     blocks = properties.multi_processor_count
-    shape = StepShape(model.config, model.dtype, batch, blocks, shared)
+    clusters = blocks // PER_CLUSTER
+    shape = StepShape(model.config, model.dtype, batch, blocks, shared, clusters=clusters)
     is_early = torch.cuda.get_device_capability(model.device) >= EARLY
     return shape if is_early and shape.fits else replace(shape, is_portable=True)
 
@@ -420,7 +439,7 @@ class Step:
         shape = shape or shape_on(model, batch)
         packed = pack(model, shape)
         self.logits = torch.zeros(batch, config.vocab_size, dtype=torch.float32, device=device)
-        scratch = torch.empty(shape.scratch_floats, dtype=torch.float32, device=device)
+        scratch = torch.zeros(shape.scratch_floats, dtype=torch.float32, device=device)
         # Weights that were laid out on a CPU may have been moved here.
         wte, wpe = model.wte.weight.contiguous(), model.wpe.weight.contiguous()
         head = wte if model.lm_head is None else model.lm_head.weight.contiguous()

@@ -51,6 +51,7 @@ struct Launch {
   unsigned interrupts = 0;  // interrupts counted before the launch began
   unsigned cluster = 0;     // blocks that run at the same time; 0: no clusters
   Cluster* clusters = nullptr;
+  bool is_at_once = false;             // whether all clusters run at the same time
   bool flushes = false;                // whether subnormal floats become 0
   bool is_early = false;               // it may start before the previous launch has ended
   PreviousLaunch* previous = nullptr;  // the launch before it, which may not have run yet

@@ -171,6 +171,13 @@ bool has_cluster_arrived(uint64_t due, const emulator::Site& site) {
   return true;
 }
 
+void let_others_run() {
+  emulator::Block& block = *emulator::this_fiber().block;
+  block.in_flight.idle = 0;
+  if (block.cluster != nullptr) emulator::fail_with(*block.cluster);
+  sched_yield();
+}
+
 // ---- The shared memory of another block ---------------------------------------------------------
 
 void store_float_to_block(float* here, unsigned block, float value, const emulator::Site& site) {
@@ -189,6 +196,35 @@ void send(unsigned block, const emulator::BulkCopy& copy, const void* code) {
   emulator::Message message{copy, code, {}};
   if (self.races != nullptr) message.knowledge = self.races->knowledge(emulator::rank_of(self));
   if (!self.cluster->send(block, message)) not_running(copy.site);
+  self.in_flight.idle = 0;
+}
+
+void send_bytes(void* here, unsigned block, const unsigned* words, unsigned bytes, Barrier* barrier,
+                const void* code, const emulator::Site& site) {
+  emulator::Block& self = *emulator::this_fiber().block;
+  if (block >= std::max(self.launch->cluster, 1u)) not_running(site);
+  if (reinterpret_cast<uintptr_t>(here) % bytes != 0)
+    cluster_failure(site, "the address is not aligned", cudaErrorMisalignedAddress);
+  if (!self.shared.has(here))
+    cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
+  const unsigned* kept;
+  {
+    const Locked locked(*self.cluster);
+    std::array<unsigned, 4>& last = self.cluster->words.emplace_back();
+    std::copy_n(words, bytes / sizeof(unsigned), last.begin());
+    kept = last.data();
+  }
+  const emulator::BulkCopy copy{here, kept, bytes, barrier, site};
+  if (block != emulator::rank_of(self)) {
+    send(block, copy, code);
+    return;
+  }
+  check_use(barrier, site);
+  if (self.races != nullptr) {
+    self.races->access(here, bytes, emulator::AccessKind::kCopy, code);
+    self.races->release(barrier);
+  }
+  begin_copy(copy, code);
   self.in_flight.idle = 0;
 }
 

@@ -10,6 +10,8 @@
 
 #include <pthread.h>
 
+#include <array>
+#include <deque>
 #include <vector>
 
 #include "barrier.h"
@@ -36,7 +38,8 @@ struct Cluster {
       PTHREAD_MUTEX_INITIALIZER;  // of what follows, and of changes to the above
   bool ended[kMaxCluster]{};
   std::vector<Message> messages[kMaxCluster];
-  Knowledge knowledge;  // of the threads that have arrived
+  Knowledge knowledge;                        // of the threads that have arrived
+  std::deque<std::array<unsigned, 4>> words;  // that have been sent
   struct {
     uint64_t events;  // when all of the block's threads had waited in vain, plus 1
     bool at_barrier;  // whether one waits for a barrier in shared memory
@@ -67,6 +70,22 @@ bool has_cluster_arrived(uint64_t due, const emulator::Site& site);
 void store_float_to_block(float* here, unsigned block, float value, const emulator::Site& site);
 void send(unsigned block, const emulator::BulkCopy& copy, const void* code);
 void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site);
+void send_bytes(void* here, unsigned block, const unsigned* words, unsigned bytes, Barrier* barrier,
+                const void* code, const emulator::Site& site);
+
+// Words that blocks exchange through global memory; see ptx.cuh.
+inline void store_word(unsigned long long* to, unsigned long long word) {
+  __atomic_store_n(to, word, __ATOMIC_RELAXED);
+}
+inline unsigned long long load_word(const unsigned long long* from) {
+  return __atomic_load_n(from, __ATOMIC_RELAXED);
+}
+// Lets other threads and blocks run. Defined in cluster.cpp.
+void let_others_run();
+ATTENTION_EMULATOR_INLINE void poll_again() {
+  let_others_run();
+  yield();
+}
 
 // Each thread must alternate between arriving and waiting.
 inline void cluster_arrive(ATTENTION_EMULATOR_SITE) {
@@ -79,6 +98,14 @@ ATTENTION_EMULATOR_INLINE void cluster_wait(ATTENTION_EMULATOR_SITE) {
 }
 inline void store_to_block(float* here, unsigned block, float value, ATTENTION_EMULATOR_SITE) {
   store_float_to_block(here, block, value, {"store_to_block", file, line});
+}
+template <int kWords>
+__attribute__((noinline)) void send_words(void* here, unsigned block,
+                                          const unsigned (&words)[kWords], Barrier* barrier,
+                                          ATTENTION_EMULATOR_SITE) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  send_bytes(here, block, words, sizeof(words), barrier, __builtin_return_address(0),
+             {"send_words", file, line});
 }
 inline void barrier_arrive_at_block(Barrier* here, unsigned block, ATTENTION_EMULATOR_SITE) {
   arrive_at_block(here, block, {"barrier_arrive_at_block", file, line});

@@ -25,7 +25,7 @@
 // different __syncthreads() are an error, as in CUDA's documentation, though hardware tolerates it.
 // A shuffle orders memory accesses here, which CUDA does not promise: compiled with
 // -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that spins until
-// another one writes spins until the block's time is up. A library of emulated kernels must not
+// another one writes spins until the block's time is up, unless it calls poll_again(). A library of emulated kernels must not
 // define a thread_local of its own, nor link one from a static C++ library (see Library).
 
 #pragma once
@@ -447,13 +447,14 @@ void run_call(const void* call) {
 }
 
 template <typename Kernel, typename... Arguments>
-cudaError_t launch_any(bool is_early, Kernel* kernel, dim3 grid, int cluster, dim3 block,
-                       size_t smem_bytes, Arguments... arguments) {
+cudaError_t launch_any(bool is_early, bool is_at_once, Kernel* kernel, dim3 grid, int cluster,
+                       dim3 block, size_t smem_bytes, Arguments... arguments) {
   using Call = decltype(make_call(kernel, arguments...));
   emulator::Launch launch{grid, block, smem_bytes, run_call<Call>,
                           new Call(make_call(kernel, arguments...))};
   launch.cluster = cluster;
   launch.is_early = is_early;
+  launch.is_at_once = is_at_once;
 #ifdef ATTENTION_EMULATOR_FLUSHES
   launch.flushes = true;
 #endif
@@ -464,13 +465,19 @@ cudaError_t launch_any(bool is_early, Kernel* kernel, dim3 grid, int cluster, di
 template <typename Kernel, typename... Arguments>
 cudaError_t launch_kernel(Kernel* kernel, dim3 grid, dim3 block, size_t smem_bytes,
                           cudaStream_t /*stream*/, Arguments... arguments) {
-  return launch_any(false, kernel, grid, 0, block, smem_bytes, arguments...);
+  return launch_any(false, false, kernel, grid, 0, block, smem_bytes, arguments...);
 }
 
 template <typename Kernel, typename... Arguments>
 cudaError_t launch_early(Kernel* kernel, dim3 grid, int cluster, dim3 block, size_t smem_bytes,
                          cudaStream_t /*stream*/, Arguments... arguments) {
-  return launch_any(true, kernel, grid, cluster, block, smem_bytes, arguments...);
+  return launch_any(true, false, kernel, grid, cluster, block, smem_bytes, arguments...);
+}
+
+template <typename Kernel, typename... Arguments>
+cudaError_t launch_at_once(Kernel* kernel, dim3 grid, int cluster, dim3 block, size_t smem_bytes,
+                           cudaStream_t /*stream*/, Arguments... arguments) {
+  return launch_any(false, true, kernel, grid, cluster, block, smem_bytes, arguments...);
 }
 
 // Calls launches() and runs the kernels that it launches.

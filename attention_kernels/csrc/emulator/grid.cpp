@@ -115,7 +115,8 @@ struct BlockOrder {
 };
 
 // The blocks of a launch, run by any number of OS threads; with clusters, by one thread per block
-// of a cluster, so that all unfinished blocks of the first unfinished cluster run at once. A block
+// of a cluster, so that all unfinished blocks of the first unfinished cluster run at once, or per
+// block of the grid, if all do. A block
 // that has started runs to its end, so the first failing block in the order is always the same.
 struct GridRun {
   Launch launch;
@@ -148,7 +149,8 @@ struct GridRun {
     const std::lock_guard<std::mutex> lock(mutex);
     next = blocks;
     // Blocks of this cluster and of later ones may wait for a block that will never start.
-    for (uint64_t i = place == blocks ? 0 : place / cluster; i < clusters.size(); ++i)
+    for (uint64_t i = place == blocks || launch.is_at_once ? 0 : place / cluster;
+         i < clusters.size(); ++i)
       __atomic_store_n(&clusters[order[i]].failed, true, __ATOMIC_RELEASE);
     if (error != cudaSuccess && place >= failed) return;
     failed = place;
@@ -229,7 +231,7 @@ inline Outcome run_grid(Launch launch) {
   launch.interrupts = interrupts.count;
 
   GridRun run(launch);
-  if (launch.cluster > 1) workers = launch.cluster;
+  if (launch.cluster > 1) workers = launch.is_at_once ? run.blocks : launch.cluster;
   std::vector<std::thread> others;
   try {
     while (others.size() + 1 < std::min(workers, run.blocks)) {
@@ -237,7 +239,7 @@ inline Outcome run_grid(Launch launch) {
     }
   } catch (const std::system_error&) {  // use the threads that could be started
   }
-  if (launch.cluster > 1 && others.size() + 1 < launch.cluster) {
+  if (launch.cluster > 1 && others.size() + 1 < std::min(workers, run.blocks)) {
     run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for the blocks of a cluster");
   }
   run.work();

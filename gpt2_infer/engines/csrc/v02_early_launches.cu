@@ -5,8 +5,7 @@
 //         ones end (programmatic dependent launch) and loads what no kernel of the step writes: a
 //         block its weights, in one bulk copy; attention the keys and values of earlier steps. Then
 //         it waits. LayerNorm, bias, GELU and residual are part of the products.
-//         If STEP_PARTS > 0, attention projects the heads, so there are four kernels: each cluster
-//         leaves one part of the sums, and the later kernels add the parts up.
+//         If STEP_ONE_KERNEL, one kernel runs all layers instead: see layers_at_once.cuh.
 // Why:    the end of a kernel is a cheaper way to exchange data than words that all blocks poll: it
 //         takes the same time whatever the batch. It needs no tags, and no grid whose blocks must
 //         all run at once.
@@ -18,7 +17,8 @@
 // Takes:  float32 float16 bfloat16
 // Flags:  (none)
 // Expect: latency is the bottleneck at batch 1, memory bandwidth for gpt2-xl, and the products'
-//         instructions for larger batches in float32.
+//         instructions for larger batches in float32. The one kernel has no launches between
+//         layers, and requests weights as soon as it has room for them.
 //
 // Sums are in float32, in an order that depends neither on timing nor on the other rows of the
 // batch. 16-bit weights are multiplied on tensor cores, so activations are rounded to 16 bits, too.
@@ -47,13 +47,12 @@ constexpr int kEmbd = STEP_EMBD;
 constexpr int kInner = STEP_INNER;
 constexpr int kHeads = STEP_HEADS;
 constexpr int kVocab = STEP_VOCAB;
-constexpr int kBatch = STEP_BATCH;           // 1, 2, 4 or 8
-constexpr int kHeadBlocks = STEP_BLOCKS;     // blocks of the product with the embedding
-constexpr int kMaxSplits = STEP_MAX_SPLITS;  // splits of the longest row's keys
-constexpr int kSmemBytes = STEP_SMEM;        // available to a block
-constexpr bool kIsPortable = STEP_PORTABLE;  // no early launches, bulk copies or clusters
-constexpr int kParts = STEP_PARTS;           // of the heads' projection, if attention computes it
-constexpr bool kProjects = kParts > 0;
+constexpr int kBatch = STEP_BATCH;              // 1, 2, 4 or 8
+constexpr int kHeadBlocks = STEP_BLOCKS;        // blocks of the product with the embedding
+constexpr int kMaxSplits = STEP_MAX_SPLITS;     // splits of the longest row's keys
+constexpr int kSmemBytes = STEP_SMEM;           // available to a block
+constexpr bool kIsPortable = STEP_PORTABLE;     // no early launches, bulk copies or clusters
+constexpr bool kIsOneKernel = STEP_ONE_KERNEL;  // all layers, by one cluster per head
 
 constexpr int kHeadDim = kEmbd / kHeads;
 constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
@@ -93,8 +92,6 @@ struct Best {
 };
 
 constexpr bool kUsesTensorCores = sizeof(Element) == 2;
-static_assert(!kProjects || (kHeads % kParts == 0 && kBatch == 1 && !kIsPortable));
-static_assert(!kProjects || kUsesTensorCores);
 constexpr bool kIsBfloat16 = std::is_same_v<Element, __nv_bfloat16>;
 
 // A product's input: (batch, K) for tensor cores, otherwise (K, batch).
@@ -111,6 +108,9 @@ struct Splits {
   float row_sum[kBatch][kHeads][kMaxSplits];
 };
 
+// A value, below the number of its exchange: who reads both at once needs no other signal.
+using Word = unsigned long long;
+
 // What the kernels of a step pass on to each other.
 struct Scratch {
   float x[kBatch][kEmbd];  // the residual stream
@@ -118,8 +118,9 @@ struct Scratch {
   alignas(16) Factor o[kEmbd * kBatch];
   alignas(16) Factor hidden[kInner * kBatch];
   Best best[kHeadBlocks][kBatch];
-  float projected[max_of(kParts, 1)][kEmbd];  // the parts of the heads' projection
   Splits splits;
+  Word words[kIsOneKernel ? 2 * kHeads : 1][kEmbd];  // the heads' parts, and the hidden units'
+  unsigned epoch;                                    // steps so far
 };
 
 }  // namespace ATTENTION_VERSION
@@ -182,6 +183,15 @@ __device__ void fold(const T (&a)[V], T (&sums)[folded(kLast, kWidth, V)]) {
   }
 }
 
+// Sums values in pairs, which takes less time than one after the other.
+template <int kCount>
+__device__ double sum_of(const double* values) {
+  if constexpr (kCount == 1)
+    return values[0];
+  else
+    return sum_of<kCount / 2>(values) + sum_of<kCount - kCount / 2>(values + kCount / 2);
+}
+
 // Loads one value per row of the batch. Results of this step's kernels are read from L2, because a
 // block reads them only once; after wait_for_previous() any load would see them.
 template <bool kFromL2>
@@ -228,18 +238,15 @@ struct Norm {
       if (has(i)) weight[i] = all_weights[k_of(i)], bias[i] = all_biases[k_of(i)];
   }
 
-  // Calls add(v), which may add to v[i][...] = x[...][k_of(i)], and store(k, rows) with the
-  // normalized x[...][k].
-  template <typename Add, typename Store>
-  __device__ void apply(const float (*x)[kEmbd], Add add, float epsilon, Shared& shared,
-                        Store store) const {
+  // load(row, k) returns x[row][k]; store(k, rows) receives the normalized x[...][k].
+  template <typename Load, typename Store>
+  __device__ void apply(Load load, float epsilon, Shared& shared, Store store) const {
     float v[kEach][kBatch];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
 #pragma unroll
-      for (int r = 0; r < kBatch; ++r) v[i][r] = has(i) ? __ldcg(&x[r][k_of(i)]) : 0.0f;
+      for (int r = 0; r < kBatch; ++r) v[i][r] = has(i) ? load(r, k_of(i)) : 0.0f;
     }
-    add(v);
     // In float64 the variance can be E[x^2] - E[x]^2, so the threads wait only once.
     double moments[kMoments] = {};
 #pragma unroll
@@ -257,10 +264,10 @@ struct Norm {
     if (lane % kSame == 0) shared.moments[warp][lane / kSame] = moment[0];
     __syncthreads();
     // Every warp adds up the moments of all warps, one moment per lane.
-    moment[0] = 0.0;
+    double of_warp[kWarps];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) moment[0] += shared.moments[w][lane % kMoments];
-    moment[0] *= 1.0 / kEmbd;
+    for (int w = 0; w < kWarps; ++w) of_warp[w] = shared.moments[w][lane % kMoments];
+    moment[0] = sum_of<kWarps>(of_warp) * (1.0 / kEmbd);
     const double mean = __shfl_sync(kWarp, moment[0], lane % kBatch);
     const double square = __shfl_sync(kWarp, moment[0], lane % kBatch + kBatch);
     const auto variance = static_cast<float>(square - mean * mean);
@@ -294,7 +301,9 @@ struct Columns {
 };
 
 // The product in float32. Packed, W is (N / kColumns, K, kColumns). A lane has four floats of a
-// row, consecutive lanes the next four and then the next rows; each warp has its own rows.
+// row, consecutive lanes the next four and then the next rows; each warp has its own rows,
+// consecutive ones if a block has 8 columns. If kWarps is 1, each warp of the block has a product
+// of its own.
 template <int K, int N, int kColumns, int kWarps>
 struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   using Base = Columns<K, N, kColumns, kWarps>;
@@ -305,8 +314,14 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   static constexpr int kSteps = ceil_div(K, kStepK);
   static constexpr int kSums = 4 * kBatch;  // per lane
   static constexpr int kFolded = max_of(1, kSums / kWarpK);
+  static constexpr int kMostSums = kFolded;  // that put() gets in a lane
+  static constexpr bool kIsConsecutive = kColumns == 8 && K % kStepK == 0;
 
-  static __device__ int k_of(int step) { return step * kStepK + threadIdx.x / kRowLanes; }
+  static __device__ int first_of(int step) {  // row of the warp
+    const int warp = kWarps == 1 ? 0 : threadIdx.x / 32;
+    return kIsConsecutive ? (warp * kSteps + step) * kWarpK : (step * kWarps + warp) * kWarpK;
+  }
+  static __device__ int k_of(int step) { return first_of(step) + threadIdx.x % 32 / kRowLanes; }
   static __device__ bool has(int step) {
     return K % kStepK == 0 || step < kSteps - 1 || k_of(step) < K;
   }
@@ -314,11 +329,12 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   // What a thread reads of the packed weights in a step: kPieces of 16 bytes.
   static constexpr int kPieces = 1;
   static __device__ const uint4* piece(const uint4* packed, int step, int) {
-    return packed + (step * Base::kThreads + threadIdx.x);
+    return packed + (first_of(step) * kRowLanes + threadIdx.x % 32);
   }
 
-  template <bool kFromL2, typename Weights>
-  static __device__ void multiply(Weights& weights, const float* x, typename Base::Sums& sums) {
+  // Calls put(i, sum) with the warp's sums, i as in Sums.
+  template <bool kFromL2, typename Weights, typename Put>
+  static __device__ void multiply(Weights& weights, const float* x, Put put) {
     constexpr int kAtOnce = kFromL2 ? 24 / kBatch : 1;  // rows of x in flight
     float acc[kSums] = {};
 #pragma unroll
@@ -349,7 +365,7 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
     if (lane / kRowLanes % kSame == 0) {
 #pragma unroll
       for (int i = 0; i < kFolded; ++i)
-        sums[lane % kRowLanes * kSums + lane / kRowLanes / kSame * kFolded + i] = folded[i];
+        put(lane % kRowLanes * kSums + lane / kRowLanes / kSame * kFolded + i, folded[i]);
     }
   }
 };
@@ -371,6 +387,8 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   static constexpr int kStepK = kIsPaired ? 64 : 32;
   static constexpr int kGroups = K / kStepK, kSteps = ceil_div(kGroups, kWarps);
   static constexpr int kFactors = kIsPaired && !kSharesB ? 2 : 1;
+  static constexpr int kMostSums =  // that put() gets in a lane, at most
+      kTiles * (kIsPaired ? 1 : 2) * (kBatch == 1 ? 1 : 2);
   static_assert(K % kStepK == 0);
 
   // A warp's rows are consecutive. If kWarps is 1, each warp of the block has a product of its own.
@@ -388,9 +406,8 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
     return packed + (group_of(step) * kTiles + i / 2) * 64 + lane + i % 2 * 32;
   }
 
-  template <bool kFromL2, typename Weights>
-  static __device__ void multiply(Weights& weights, const Element* x,
-                                  typename Columns<K, N, kColumns, kWarps>::Sums& sums) {
+  template <bool kFromL2, typename Weights, typename Put>
+  static __device__ void multiply(Weights& weights, const Element* x, Put put) {
     const int lane = threadIdx.x % 32;
     const int row = kSharesB ? lane / 4 % 4 : lane / 4;
     const int first_k = lane % 4 * 8 + (kSharesB ? lane / 16 * 32 : 0);
@@ -441,7 +458,7 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
         if (y_row >= kBatch) continue;
 #pragma unroll
         for (int half = 0; half < (kIsPaired ? 1 : 2); ++half)
-          sums[(tile * 16 + half * 8 + lane / 4) * kBatch + y_row] = y[half];
+          put((tile * 16 + half * 8 + lane / 4) * kBatch + y_row, y[half]);
       }
     }
   }
@@ -610,40 +627,8 @@ __device__ inline Element* cache_of(const StepParams& p, int layer, int matrix, 
   return p.kv + head_of_all * p.max_seqlen * kHeadDim;
 }
 
-// The heads' projection, with its bias, at columns at(i) where has(i). Attention leaves it in parts,
-// and later kernels add these up.
-template <int kCount>
-struct Projected {
-  float bias[kCount], parts[max_of(kParts, 1)][kCount];
-
-  template <typename Has, typename At>
-  __device__ Projected(const float* biases, Has has, At at) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) bias[i] = has(i) ? biases[at(i)] : 0.0f;
-  }
-  // All loads are in flight at once.
-  template <typename Has, typename At>
-  __device__ void load(const Scratch& scratch, Has has, At at) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i)
-        parts[part][i] = has(i) ? __ldcg(&scratch.projected[part][at(i)]) : 0.0f;
-    }
-  }
-  __device__ float sum(int i) const {
-    float y = 0.0f;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) y += parts[part][i];
-    return y + bias[i];
-  }
-};
-
-// With a minimum of blocks, the compiler keeps all loads of Projected in flight instead of few
-// registers.
 template <Kind kKind>
-__global__ void __launch_bounds__(Product<kKind>::kThreads, kProjects&& kKind == kFc ? 2 : 0)
-    product(const StepParams p, int layer) {
+__global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepParams p, int layer) {
   using P = Product<kKind>;
   using LayerNorm = Norm<P::kWarps>;
   ATTENTION_DYNAMIC_SHARED(uint4, s_weights);
@@ -670,12 +655,6 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads, kProjects&& kKind ==
   static_assert(P::kThreads >= P::kColumns * kBatch);
   const bool has_output = t < P::kColumns * kBatch;
   const float my_bias = has_output ? bias[n] : 0.0f;
-  // If attention projects, the projection is added here: to all of x before its LayerNorm, and to
-  // the residual of the outputs.
-  constexpr bool kAdds = kProjects && (kKind == kFc || kKind == kFc2);
-  const auto adds = [&](int i) { return kAdds && (P::kHasNorm ? LayerNorm::has(i) : has_output); };
-  const auto added_at = [&](int i) { return P::kHasNorm ? LayerNorm::k_of(i) : n; };
-  Projected<P::kHasNorm ? LayerNorm::kEach : 1> projected(vectors.proj_bias, adds, added_at);
   const int position = kKind == kQkv && has_output ? p.seqlens[row] : 0;
   __syncthreads();  // the barrier is initialized
 
@@ -684,21 +663,16 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads, kProjects&& kKind ==
   ptx::wait_for_previous();
   if (kBatch > 1) ptx::allow_next();
   Scratch& scratch = *p.scratch;
-  float residual = !P::kHasNorm && has_output ? __ldcg(&scratch.x[row][n]) : 0.0f;
-  typename P::Sums& my_sums = sums[t / 32];
-  projected.load(scratch, adds, added_at);
+  const float residual = !P::kHasNorm && has_output ? __ldcg(&scratch.x[row][n]) : 0.0f;
+  const auto put = [&](int i, float sum) { sums[t / 32][i] = sum; };
   if constexpr (P::kHasNorm) {
-    const auto add = [&](float (&x)[LayerNorm::kEach][kBatch]) {
-#pragma unroll
-      for (int i = 0; i < LayerNorm::kEach; ++i)
-        if (kAdds) x[i][0] += projected.sum(i);
-    };
-    norm.apply(scratch.x, add, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
+    const auto load = [&](int r, int k) { return __ldcg(&scratch.x[r][k]); };
+    norm.apply(load, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
 #pragma unroll
       for (int r = 0; r < kBatch; ++r)
         s_x[factor_at<kEmbd, P::kPadding>(k, r)] = from_float<Factor>(rows[r]);
     });
-    P::template multiply<false>(weights, s_x, my_sums);
+    P::template multiply<false>(weights, s_x, put);
   } else if constexpr (kComputesX<kKind>) {
     for (int i = t; i < kBatch * kEmbd / 4; i += P::kThreads) {
       const int x_row = i / (kEmbd / 4), k = i % (kEmbd / 4) * 4;
@@ -709,14 +683,13 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads, kProjects&& kKind ==
         s_x[factor_at<kEmbd, P::kPadding>(k + c, x_row)] = from_float<Factor>(columns[c]);
     }
     __syncthreads();
-    P::template multiply<false>(weights, s_x, my_sums);
+    P::template multiply<false>(weights, s_x, put);
   } else {
     const Factor* const x = kKind == kProj ? scratch.o : scratch.hidden;
-    P::template multiply<true>(weights, x, my_sums);
+    P::template multiply<true>(weights, x, put);
   }
   __syncthreads();
   if (!has_output) return;
-  if (kAdds && !P::kHasNorm) residual += projected.sum(0);
   float y = 0.0f;
 #pragma unroll
   for (int w = 0; w < P::kWarps; ++w) y += sums[w][t % P::kColumns * kBatch + row];
@@ -740,38 +713,8 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads, kProjects&& kKind ==
 
 constexpr int kAttendWarps = 8;
 constexpr int kAttendThreads = 32 * kAttendWarps;
-constexpr int kClusterHeads = kProjects ? kHeads / kParts : 1;
 // Blocks that share the splits of a row and head: fewer with more rows, so that all run at once.
-constexpr int kHeadCluster =
-    kIsPortable ? kMaxSplits : min_of(kMaxSplits, min_of(8 / kClusterHeads, 16 / kBatch));
-constexpr int kCluster = kClusterHeads * kHeadCluster;
-
-// The heads' projection, if attention computes it: a cluster multiplies its heads' O by their rows
-// of the weights. A block has kPieces times 8 columns, and a warp multiplies 8 at a time.
-using HeadsProduct = TensorProduct<kProjects ? kEmbd / kParts : 64, kEmbd, 8, 1>;
-struct HeadsWeights {
-  static constexpr int kPieces = kEmbd / 8 / kCluster;
-  static_assert(!kProjects || kEmbd % (8 * kCluster) == 0);
-  static constexpr size_t kBytes = kProjects ? kPieces * HeadsProduct::kBytes : 0;
-
-  const uint4* s_weights;
-  __device__ void await(int) {}
-  __device__ uint4 at(int step, int i) const { return *HeadsProduct::piece(s_weights, step, i); }
-  __device__ void replace(int) {}
-
-  // Called by one thread: requests the block's weights.
-  static __device__ void request(uint4* to, const Element* proj, ptx::Barrier* arrived) {
-    ptx::barrier_init(arrived, 1);
-    ptx::barrier_init_fence();
-    ptx::barrier_expect(arrived, kBytes);
-    const int first_k = blockIdx.y * HeadsProduct::K;
-    for (int i = 0; i < kPieces; ++i) {
-      const int64_t matrix = blockIdx.x * kPieces + i;  // packed as kProj's: (kEmbd, 8) each
-      ptx::copy_bulk(to + i * HeadsProduct::kBytes / 16, proj + (matrix * kEmbd + first_k) * 8,
-                     HeadsProduct::kBytes, arrived);
-    }
-  }
-};
+constexpr int kCluster = kIsPortable ? kMaxSplits : min_of(kMaxSplits, min_of(8, 16 / kBatch));
 
 // The result of a split: O before the division, row_max and row_sum.
 struct Partial {
@@ -780,61 +723,158 @@ struct Partial {
   float row_sum;
 };
 
-// Joins partials in order, one column of O per thread.
+// Joins partials in order: kColumns columns of O per thread, from `column` on.
+template <int kColumns>
 struct Join {
-  float row_max = -FLT_MAX, row_sum = 0.0f, o = 0.0f;
+  float row_max = -FLT_MAX, row_sum = 0.0f, o[kColumns] = {};
 
   __device__ Join(const Partial* partials, int count, int column) {
 #pragma unroll 8
     for (int i = 0; i < count; ++i) row_max = fmaxf(row_max, partials[i].row_max);
 #pragma unroll 8
-    for (int i = 0; i < count; ++i) {
-      const float scale = __expf(partials[i].row_max - row_max);
-      row_sum += scale * partials[i].row_sum;
-      o += scale * partials[i].o[column];
+    for (int i = 0; i < count; ++i) add(partials[i], column);
+  }
+  // The same with at most kMost partials, all of which are loaded at once.
+  template <int kMost>
+  __device__ Join(const Partial (&partials)[kMost], int count, int column) {
+    float maxima[kMost];
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      maxima[i] = i < count ? partials[i].row_max : -FLT_MAX;
+      row_max = fmaxf(row_max, maxima[i]);
     }
+#pragma unroll
+    for (int i = 0; i < kMost; ++i)
+      if (i < count) add(partials[i], column);
+  }
+  __device__ void add(const Partial& partial, int column) {
+    const float scale = __expf(partial.row_max - row_max);
+    row_sum += scale * partial.row_sum;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) o[c] += scale * partial.o[column + c];
   }
 };
 
-// Grid: kCluster, heads / kClusterHeads, rows. Consecutive lanes have the chunks of a key.
-__global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int layer) {
-  constexpr int kKeyLanes = kHeadDim / kPerChunk;    // lanes that share a key
-  constexpr int kKeys = kAttendThreads / kKeyLanes;  // keys that the block reads at a time
-  constexpr int kSteps = kSplit / kKeys;
-  __shared__ Partial warps[kAttendWarps];
-  // The cluster's, in its first block or, if each projects, in all.
-  __shared__ Partial splits[kClusterHeads][kMaxSplits];
-  constexpr int kJoining = kProjects ? kCluster : 1;
-  ATTENTION_DYNAMIC_SHARED(uint4, s_weights);
-  __shared__ ptx::Barrier arrived;
-  alignas(16) __shared__ Factor s_o[kClusterHeads * kHeadDim * kBatch];
-  // Later all wait for this: the blocks that they write to run.
-  if (!kIsPortable) ptx::cluster_arrive();
+// Chooses by value: of two variables, the compiler would keep both in memory.
+__device__ inline uint4 choose_chunk(bool first, uint4 a, uint4 b) {
+  return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
+}
 
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  if (kProjects && t == 0) HeadsWeights::request(s_weights, p.weights[layer].proj, &arrived);
-  const int cluster_head = blockIdx.x / kHeadCluster, row = blockIdx.z;
-  const int head = blockIdx.y * kClusterHeads + cluster_head;
-  const int column = t % kKeyLanes * kPerChunk;
-  const int newest = p.seqlens[row];
-  const Element* const keys = cache_of(p, layer, 0, row, head) + column;
-  const Element* const values = cache_of(p, layer, 1, row, head) + column;
-  const auto key_of = [&](int split, int step) {
-    return split * kSplit + t / kKeyLanes + step * kKeys;
-  };
+// A thread's share of a split of the keys, and of their values. Consecutive lanes have the chunks of
+// a key.
+struct KeysOfThread {
+  static constexpr int kLanes = kHeadDim / kPerChunk;    // that share a key
+  static constexpr int kKeys = kAttendThreads / kLanes;  // that the block reads at a time
+  static constexpr int kSteps = kSplit / kKeys;
+  using Chunks = uint4[kSteps];
+
+  const Element *keys, *values;  // this lane's chunks of the head's
+  int newest;                    // the key that this step adds
+  Chunks k, v;
+
+  __device__ KeysOfThread(const StepParams& p, int layer, int row, int head, int newest_key)
+      : keys(cache_of(p, layer, 0, row, head) + column()),
+        values(cache_of(p, layer, 1, row, head) + column()),
+        newest(newest_key) {}
+
+  static __device__ int column() { return threadIdx.x % kLanes * kPerChunk; }
+  static __device__ int key_of(int split, int step) {
+    return split * kSplit + threadIdx.x / kLanes + step * kKeys;
+  }
   // Loads what earlier steps have written.
-  const auto load = [&](const Element* from, int split, uint4(&to)[kSteps]) {
+  __device__ void load(const Element* from, int split, Chunks& to) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int64_t n = key_of(split, step);
       to[step] = n < newest ? *reinterpret_cast<const uint4*>(from + n * kHeadDim)
                             : make_uint4(0, 0, 0, 0);
     }
-  };
-  uint4 k[kSteps], v[kSteps];
-  int split = blockIdx.x % kHeadCluster;
-  load(keys, split, k);
-  load(values, split, v);
+  }
+  __device__ void load(int split) {
+    load(keys, split, k);
+    load(values, split, v);
+  }
+};
+
+// The result of a warp's keys.
+struct WarpResult {
+  float row_max = -FLT_MAX, row_sum = 0.0f, o[kPerChunk] = {};
+
+  // Attends to the keys of a split. If kNext > 0, loads those of the kNext-th split after it.
+  template <int kNext>
+  __device__ WarpResult(std::integral_constant<int, kNext>, const float (&q)[kPerChunk],
+                        KeysOfThread& mine, int split, float scale, uint4 newest_k,
+                        uint4 newest_v) {
+    using Keys = KeysOfThread;
+    // S = softmax_scale * Q K^T, and its maximum over the warp. The initial maximum is finite, so
+    // that a warp without keys does not compute inf - inf.
+    float s[Keys::kSteps];
+#pragma unroll
+    for (int step = 0; step < Keys::kSteps; ++step) {
+      const int n = Keys::key_of(split, step);
+      float key[kPerChunk];
+      unpack<Element>(choose_chunk(n == mine.newest, newest_k, mine.k[step]), key);
+      s[step] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) s[step] += q[i] * key[i];
+#pragma unroll
+      for (int width = Keys::kLanes / 2; width > 0; width /= 2)
+        s[step] += __shfl_xor_sync(kWarp, s[step], width);
+      s[step] = n <= mine.newest ? scale * s[step] : -INFINITY;
+      row_max = fmaxf(row_max, s[step]);
+    }
+    if constexpr (kNext > 0) mine.load(mine.keys, split + kNext, mine.k);
+#pragma unroll
+    for (int width = Keys::kLanes; width < 32; width *= 2)
+      row_max = fmaxf(row_max, __shfl_xor_sync(kWarp, row_max, width));
+
+    // P = exp(S - row_max), O = P V
+#pragma unroll
+    for (int step = 0; step < Keys::kSteps; ++step) {
+      float value[kPerChunk];
+      unpack<Element>(
+          choose_chunk(Keys::key_of(split, step) == mine.newest, newest_v, mine.v[step]), value);
+      const float weight = __expf(s[step] - row_max);
+      row_sum += weight;
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) o[i] += weight * value[i];
+    }
+    if constexpr (kNext > 0) mine.load(mine.values, split + kNext, mine.v);
+#pragma unroll
+    for (int width = Keys::kLanes; width < 32; width *= 2) {
+      row_sum += __shfl_xor_sync(kWarp, row_sum, width);
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) o[i] += __shfl_xor_sync(kWarp, o[i], width);
+    }
+  }
+  __device__ void store(Partial& to) const {
+    const int lane = threadIdx.x % 32;
+    if (lane < KeysOfThread::kLanes) {
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) to.o[KeysOfThread::column() + i] = o[i];
+    }
+    if (lane == 0) to.row_max = row_max, to.row_sum = row_sum;
+  }
+};
+
+__device__ inline float scale_of(const StepParams& p, int layer) {
+  return p.scales_by_layer ? p.softmax_scale / (layer + 1) : p.softmax_scale;
+}
+
+// Grid: kCluster, heads, rows.
+__global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int layer) {
+  __shared__ Partial warps[kAttendWarps];
+  __shared__ Partial splits[kMaxSplits];  // the cluster's, in its first block
+  // Later all wait for this: the first block runs.
+  if (!kIsPortable) ptx::cluster_arrive();
+
+  const int t = threadIdx.x;
+  const int head = blockIdx.y, row = blockIdx.z;
+  const int newest = p.seqlens[row];
+  KeysOfThread mine(p, layer, row, head, newest);
+  const int column = mine.column();
+  int split = blockIdx.x;
+  mine.load(split);
 
   // If a layer fits in shared memory, blocks of later products would start now and get in the way.
   constexpr bool kIsEarly = kBatch == 1 && !kHoldsLayer;
@@ -849,106 +889,51 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
     q[i] = four.x, q[i + 1] = four.y, q[i + 2] = four.z, q[i + 3] = four.w;
   }
   const int64_t at = int64_t{newest} * kHeadDim;
-  const uint4 newest_k = __ldcg(reinterpret_cast<const uint4*>(keys + at));
-  const uint4 newest_v = __ldcg(reinterpret_cast<const uint4*>(values + at));
+  const uint4 newest_k = __ldcg(reinterpret_cast<const uint4*>(mine.keys + at));
+  const uint4 newest_v = __ldcg(reinterpret_cast<const uint4*>(mine.values + at));
   bool is_first = true;
-  for (; split * kSplit <= newest; split += kHeadCluster) {
-    // S = softmax_scale * Q K^T, and its maximum over the warp. The initial maximum is finite, so
-    // that a warp without keys does not compute inf - inf.
-    const float scale = p.scales_by_layer ? p.softmax_scale / (layer + 1) : p.softmax_scale;
-    float s[kSteps], row_max = -FLT_MAX;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int n = key_of(split, step);
-      float key[kPerChunk];
-      unpack<Element>(n == newest ? newest_k : k[step], key);
-      s[step] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kPerChunk; ++i) s[step] += q[i] * key[i];
-#pragma unroll
-      for (int width = kKeyLanes / 2; width > 0; width /= 2)
-        s[step] += __shfl_xor_sync(kWarp, s[step], width);
-      s[step] = n <= newest ? scale * s[step] : -INFINITY;
-      row_max = fmaxf(row_max, s[step]);
-    }
-    if constexpr (kHeadCluster < kMaxSplits) load(keys, split + kHeadCluster, k);
-#pragma unroll
-    for (int width = kKeyLanes; width < 32; width *= 2)
-      row_max = fmaxf(row_max, __shfl_xor_sync(kWarp, row_max, width));
-
-    // P = exp(S - row_max), O = P V
-    float row_sum = 0.0f, o[kPerChunk] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      float value[kPerChunk];
-      unpack<Element>(key_of(split, step) == newest ? newest_v : v[step], value);
-      const float weight = __expf(s[step] - row_max);
-      row_sum += weight;
-#pragma unroll
-      for (int i = 0; i < kPerChunk; ++i) o[i] += weight * value[i];
-    }
-    if constexpr (kHeadCluster < kMaxSplits) load(values, split + kHeadCluster, v);
-#pragma unroll
-    for (int width = kKeyLanes; width < 32; width *= 2) {
-      row_sum += __shfl_xor_sync(kWarp, row_sum, width);
-#pragma unroll
-      for (int i = 0; i < kPerChunk; ++i) o[i] += __shfl_xor_sync(kWarp, o[i], width);
-    }
+  for (; split * kSplit <= newest; split += kCluster) {
+    constexpr int kNext = kCluster < kMaxSplits ? kCluster : 0;
+    const WarpResult result(std::integral_constant<int, kNext>{}, q, mine, split,
+                            scale_of(p, layer), newest_k, newest_v);
     if (!is_first) __syncthreads();  // the previous split's partials have been read
-    if (lane < kKeyLanes) {
-#pragma unroll
-      for (int i = 0; i < kPerChunk; ++i) warps[warp].o[column + i] = o[i];
-    }
-    if (lane == 0) warps[warp].row_max = row_max, warps[warp].row_sum = row_sum;
+    result.store(warps[t / 32]);
     __syncthreads();
     if (!kIsPortable && is_first) ptx::cluster_wait();
     is_first = false;
-    const int o_column = t % kHeadDim;
-    if (t / kHeadDim < kJoining) {
-      const Join join(warps, kAttendWarps, o_column);
+    if (t < kHeadDim) {
+      const Join<1> join(warps, kAttendWarps, t);
       if (kIsPortable) {
         Splits& out = p.scratch->splits;
-        out.o[row][split][head * kHeadDim + t] = join.o;
+        out.o[row][split][head * kHeadDim + t] = join.o[0];
         if (t == 0) {
           out.row_max[row][head][split] = join.row_max;
           out.row_sum[row][head][split] = join.row_sum;
         }
         return;  // every split has its block
       }
-      Partial& there = splits[cluster_head][split];
-      for (int to = t / kHeadDim; to < kJoining; to += kAttendThreads / kHeadDim) {
-        ptx::store_to_block(&there.o[o_column], to, join.o);
-        if (o_column != 0) continue;
-        ptx::store_to_block(&there.row_max, to, join.row_max);
-        ptx::store_to_block(&there.row_sum, to, join.row_sum);
+      ptx::store_to_block(&splits[split].o[t], 0, join.o[0]);
+      if (t == 0) {
+        ptx::store_to_block(&splits[split].row_max, 0, join.row_max);
+        ptx::store_to_block(&splits[split].row_sum, 0, join.row_sum);
       }
     }
   }
   if (kIsPortable) return;
   if (is_first) ptx::cluster_wait();
   ptx::cluster_arrive();
-  if (blockIdx.x >= kJoining) return;
+  if (blockIdx.x != 0) return;
   ptx::cluster_wait();
-  if (t < kClusterHeads * kHeadDim) {
-    const Join join(splits[t / kHeadDim], newest / kSplit + 1, t % kHeadDim);
-    const auto o = from_float<Factor>(join.o / join.row_sum);
-    if (kProjects)
-      s_o[t] = o;
-    else
-      p.scratch->o[factor_at<kEmbd>(head * kHeadDim + t, row)] = o;
-  }
-  if constexpr (kProjects) {
-    __syncthreads();
-    while (!ptx::barrier_test(&arrived, 0)) {
-    }
-    for (int i = warp; i < HeadsWeights::kPieces; i += kAttendWarps) {
-      HeadsWeights weights{s_weights + i * HeadsProduct::kBytes / 16};
-      float* const sums =
-          &p.scratch->projected[blockIdx.y][(blockIdx.x * HeadsWeights::kPieces + i) * 8];
-      HeadsProduct::multiply<false>(weights, s_o, reinterpret_cast<HeadsProduct::Sums&>(*sums));
-    }
-  }
+  if (t >= kHeadDim) return;
+  const Join<1> join(splits, newest / kSplit + 1, t);
+  p.scratch->o[factor_at<kEmbd>(head * kHeadDim + t, row)] =
+      from_float<Factor>(join.o[0] / join.row_sum);
 }
+
+#if STEP_ONE_KERNEL
+// Its own file, because of its length.
+#include "layers_at_once.cuh"
+#endif
 
 // ---- The first and the last ---------------------------------------------------------------------
 
@@ -1134,8 +1119,8 @@ __global__ void __launch_bounds__(kThreads) head(const StepParams p) {
 
   ptx::wait_for_previous();
   ptx::allow_next();
-  const auto nothing = [](auto&) {};
-  norm.apply(p.scratch->x, nothing, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
+  const auto load = [&](int r, int k) { return __ldcg(&p.scratch->x[r][k]); };
+  norm.apply(load, p.epsilon, s_norm, [&](int k, const float (&rows)[kBatch]) {
 #pragma unroll
     for (int r = 0; r < kBatch; ++r)
       s_x[r * (kEmbd + Logits::kPadding) + k] = from_float<Factor>(rows[r]);
@@ -1161,6 +1146,7 @@ __global__ void __launch_bounds__(32 * kBatch) choose(const StepParams p) {
 #pragma unroll
   for (int width = 16; width > 0; width /= 2) best.see_lane(width);
   if (lane != 0) return;
+  if (kIsOneKernel) p.scratch->epoch += 1;
   p.seqlens[row] += 1;
   if (!p.is_greedy) return;
   const int64_t token = best.value - best.value == 0.0f ? best.row : -1;
@@ -1199,16 +1185,19 @@ int64_t scratch_floats(const StepParams&) { return sizeof(Scratch) / sizeof(floa
 cudaError_t launch(const StepParams& p, cudaStream_t stream) {
   // Not launched early, because it reads what the previous step writes. So that step has ended
   // before this one begins, and every kernel may read seqlens before it waits.
+#if STEP_ONE_KERNEL
+  Chain chain{stream, launch_layers(p, stream)};
+#else
   Chain chain{stream,
               launch_kernel(embed, ceil_div(kBatch * kEmbd, kThreads), kThreads, 0, stream, p)};
   for (int layer = 0; layer < p.layers; ++layer) {
     chain.add_product<kQkv>(p, layer);
-    chain.add(attend, dim3(kCluster, kHeads / kClusterHeads, kBatch), kCluster, kAttendThreads,
-              HeadsWeights::kBytes, p, layer);
-    if (!kProjects) chain.add_product<kProj>(p, layer);
+    chain.add(attend, dim3(kCluster, kHeads, kBatch), kCluster, kAttendThreads, 0, p, layer);
+    chain.add_product<kProj>(p, layer);
     chain.add_product<kFc>(p, layer);
     chain.add_product<kFc2>(p, layer);
   }
+#endif
   chain.add(head, kHeadBlocks, 1, kThreads, kHeadBytes, p);
   chain.add(choose, 1, 1, 32 * kBatch, 0, p);
   return chain.error;

@@ -30,8 +30,8 @@ CONFIG = GPT2Config(
     n_inner=192,
     scale_attn_by_inverse_layer_idx=True,
 )
-# In 16 bits, attention projects the heads of a single row, in two parts.
-PROJECTING = dataclasses.replace(CONFIG, n_embd=256, n_head=4)
+# One kernel runs all layers of a single row.
+ONE_KERNEL = dataclasses.replace(CONFIG, n_embd=128, n_inner=512)
 HEAD_BLOCKS = 3
 
 
@@ -117,15 +117,17 @@ def check_steps(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
+    ("config", "dtype", "tolerance"),
     [
-        (torch.float32, 2e-4),
-        pytest.param(torch.bfloat16, 0.25, marks=pytest.mark.slow),
+        (CONFIG, torch.float32, 2e-4),
+        pytest.param(CONFIG, torch.bfloat16, 0.25, marks=pytest.mark.slow),
+        (ONE_KERNEL, torch.float32, 2e-4),
+        (ONE_KERNEL, torch.bfloat16, 0.25),
     ],
 )
-def test_a_step_is_what_the_modules_compute(dtype, tolerance):
+def test_a_step_is_what_the_modules_compute(config, dtype, tolerance):
     check_steps(
-        random_model(CONFIG, dtype), [127], 2, tolerance
+        random_model(config, dtype), [127], 2, tolerance
     )  # 127 tokens: crosses the end of a split
 
 
@@ -151,7 +153,14 @@ def check_portable(model: GPT2, lengths: list[int], steps: int, *, shared_kb: in
     ("config", "dtype", "lengths"),
     [
         (CONFIG, torch.float32, [127]),
-        (PROJECTING, torch.bfloat16, [127]),
+        (ONE_KERNEL, torch.float32, [127]),
+        (ONE_KERNEL, torch.bfloat16, [127]),
+        pytest.param(
+            dataclasses.replace(ONE_KERNEL, n_positions=1024),
+            torch.bfloat16,
+            [1000],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             CONFIG, torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], marks=pytest.mark.slow
         ),
@@ -177,7 +186,8 @@ def test_weights_that_do_not_fit_go_through_a_ring():
         (CONFIG, torch.float32, [3, 127], 2e-4, True),
         # Up to 4 rows, tensor cores multiply in a different way.
         (CONFIG, torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], 0.05, False),
-        (PROJECTING, torch.float16, [3, 127], 0.1, False),
+        (ONE_KERNEL, torch.float32, [3, 127], 2e-4, False),
+        (ONE_KERNEL, torch.float16, [3, 127], 0.1, False),
     ],
 )
 @torch.inference_mode()
@@ -213,6 +223,7 @@ def test_packing_puts_the_columns_of_a_block_together():
     assert torch.equal(packed[1], weight[:, 4:])
 
 
+LAYERS = fused.SOURCE.with_name("layers_at_once.cuh")
 WAITS = [
     (" product(const StepParams p", "ptx::wait_for_previous();"),
     (" attend(const StepParams p", "ptx::wait_for_previous();"),
@@ -224,7 +235,14 @@ WAITS = [
         "struct ThreadWeights",
         "if (step == 0 || kIsRing) __pipeline_wait_prior(kIsRing ? kStages - 1 : 0);",
     ),
+    # In layers_at_once.cuh
+    ("struct Tiles", "ptx::barrier_wait(&shared.proj_arrived, layer % 2);"),
+    ("void await(int tile)", "ptx::barrier_wait("),
+    (" layers_at_once(const StepParams p", "ptx::barrier_wait("),
+    (" layers_at_once(const StepParams p", "ptx::cluster_wait();"),
+    ("float sum_parts(", "is_complete &= parts[i] >> 32 == tag;"),
 ]
+FIRST_OF_LAYERS = 7
 KEPT = """
 #include <cstdlib>
 inline bool kept(int wait) {
@@ -236,15 +254,20 @@ inline bool kept(int wait) {
 
 @pytest.fixture(scope="module")
 def droppable(tmp_path_factory):
-    """A file of the kernels in which a variable leaves out a wait."""
-    text = fused.SOURCE.read_text()
-    for wait, (place, instruction) in enumerate(WAITS):
-        body = text[text.index(place) :].partition("\n}\n")[0]
-        assert instruction in body
-        text = text.replace(body, body.replace(instruction, f"if (kept({wait})) {instruction}"))
-    file = tmp_path_factory.mktemp("droppable") / fused.SOURCE.name
-    file.write_text(text.replace("#include", f"{KEPT}#include", 1))
-    return file
+    """A copy of the kernels in which a variable leaves out a wait."""
+    folder = tmp_path_factory.mktemp("droppable")
+    for source, waits in (
+        (fused.SOURCE, range(FIRST_OF_LAYERS)),
+        (LAYERS, range(FIRST_OF_LAYERS, len(WAITS))),
+    ):
+        text = source.read_text()
+        for wait in waits:
+            place, instruction = WAITS[wait]
+            body = text[text.index(place) :].partition("\n}\n")[0]
+            assert instruction in body
+            text = text.replace(body, body.replace(instruction, f"if (kept({wait})) {instruction}"))
+        (folder / source.name).write_text(text.replace("#include", f"{KEPT}#include", 1))
+    return folder / fused.SOURCE.name
 
 
 @pytest.mark.parametrize("wait", range(len(WAITS)))
@@ -253,12 +276,13 @@ def test_a_missing_wait_is_caught(wait, droppable, monkeypatch):
     monkeypatch.setattr(fused, "SOURCE", droppable)
     parse = header.parse_header
     monkeypatch.setattr(header, "parse_header", lambda path, _: parse(path, "droppable_"))
+    model = random_model(CONFIG if wait < FIRST_OF_LAYERS else ONE_KERNEL)
     how = {"portable": WAITS[wait][0] == "struct ThreadWeights"}
-    if wait in (0, len(WAITS) - 1):
-        check_steps(random_model(CONFIG), [5], 2, 2e-4, **how)
+    if wait in (0, FIRST_OF_LAYERS - 1, FIRST_OF_LAYERS):
+        check_steps(model, [5], 2, 2e-4, **how)
     monkeypatch.setenv("DROPPED_WAIT", str(wait))
     with pytest.raises((AssertionError, RuntimeError)) as caught:
-        check_steps(random_model(CONFIG), [5], 2, 2e-4, **how)
+        check_steps(model, [5], 2, 2e-4, **how)
     assert not isinstance(caught.value, BuildError)
 
 

@@ -94,6 +94,30 @@ def test_with_little_shared_memory_all_blocks_run_at_once(
     assert portable.products == shape.products  # so that batches give the same bits
 
 
+@pytest.mark.parametrize(
+    ("size", "shared_kb", "different", "expected"),
+    [
+        ((768, 12), 227, {}, True),
+        ((768, 12), 227, {"batch": 2}, False),
+        ((768, 12), 227, {"is_portable": True}, False),
+        ((768, 12), 227, {"clusters": 11}, False),
+        ((768, 12), 99, {}, False),
+        ((1024, 16), 227, {}, False),
+        ((1600, 25), 227, {}, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_runs_all_layers_of_gpt2_small(size, shared_kb, different, expected, dtype):
+    config = GPT2Config(n_embd=size[0], n_head=size[1])
+    shape = StepShape(config, dtype, 1, 132, shared_kb * 1024)
+    assert dataclasses.replace(shape, **different).is_one_kernel == expected
+
+
+def test_one_kernel_needs_a_head_of_at_most_8_splits():
+    config = GPT2Config(n_positions=2048)
+    assert not StepShape(config, torch.bfloat16, 1, 132, 227 * 1024).is_one_kernel
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
 @pytest.mark.parametrize(

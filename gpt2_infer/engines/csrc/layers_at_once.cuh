@@ -1,0 +1,441 @@
+// All layers of a step in one kernel, for a single row. v02_early_launches.cu includes this file.
+//
+// A head has a cluster of 8 blocks. The cluster computes the head's q, k and v, attends, and
+// multiplies O by the head's rows of the projection. Then it computes its share of the hidden units
+// and multiplies them by their rows of the second matrix. Both products leave one part of each sum
+// in global memory. Block i of every cluster adds up the parts of columns of its own, the i-th eighth
+// of x, and sends the sums to its cluster. So blocks wait for other clusters twice per layer; within
+// a cluster they store into each other's shared memory, and a barrier there counts the bytes.
+//
+// They meet at a barrier of the whole cluster only once. It orders all memory accesses, so it waits
+// for requested weights, too.
+//
+// Weights arrive in tiles, in turn: a block's columns of q, k and v; of the hidden units; and of the
+// hidden units' projection. A tile lies in one of kRegions regions of shared memory. When it has
+// been used, the tile kRegions further on is requested. The heads' projection has its own region.
+//
+// Why a buffer may be overwritten: a block sends its hidden units to all blocks of its cluster, so
+// who has received all of a layer's knows that the others have read what they needed before. Parts
+// of another layer follow those in between, which need all clusters.
+
+constexpr int kRanks = 8;  // blocks of a cluster
+constexpr int kRankColumns = kEmbd / kRanks;
+constexpr int kClusterHidden = kInner / kHeads, kRankHidden = kClusterHidden / kRanks;
+static_assert(kBatch == 1 && !kIsPortable && kMaxSplits <= kRanks);
+static_assert(kEmbd % (8 * kRanks) == 0 && kInner % (kHeads * kRanks) == 0);
+static_assert(kRankColumns <= kAttendThreads);
+
+using QkvProduct = Product<kQkv>;
+using FcProduct = Product<kFc>;
+static_assert(QkvProduct::kWarps == kAttendWarps && FcProduct::kWarps == kAttendWarps);
+static_assert(kHeadDim % QkvProduct::kColumns == 0 && kRankHidden % FcProduct::kColumns == 0);
+// One part of the sums, of 8 columns, computed by a warp.
+using HeadPart = AnyProduct<kHeadDim, kEmbd, 8, 1>;
+using HiddenPart = AnyProduct<kClusterHidden, kEmbd, 8, 1>;
+// kProj and kFc2 sum the same parts, one per warp.
+static_assert(Product<kProj>::kWarps == kHeads && Product<kFc2>::kWarps == kHeads);
+
+// A head's q, k and v have kQkvUnits units of columns; block i has unit i, i + kRanks and so on.
+constexpr int kUnitsPerHead = kHeadDim / QkvProduct::kColumns;
+constexpr int kQkvUnits = 3 * kUnitsPerHead, kMostUnits = ceil_div(kQkvUnits, kRanks);
+constexpr int kFcUnits = kRankHidden / FcProduct::kColumns;
+constexpr int kXPerThread = ceil_div(kEmbd, kAttendThreads);
+constexpr int kParts = kRankColumns / 8;  // units of 8 columns of a block
+constexpr int kPartsPerWarp = ceil_div(kParts, kAttendWarps);
+
+constexpr int kRegionBytes =
+    max_of(max_of(kMostUnits * QkvProduct::kBytes, kFcUnits* FcProduct::kBytes),
+           kParts* HiddenPart::kBytes);
+constexpr int kProjBytes = kParts * HeadPart::kBytes;
+
+// What the blocks of a cluster send each other, and each block to itself. A barrier in each block
+// waits for the bytes, once per layer.
+enum Exchange { kSumX, kNextX, kHeadsQkv, kHeadsSplits, kHiddenUnits, kExchanges };
+
+struct LayersShared {
+  // What the LayerNorms read and write, and attention's results, are not needed at the same time.
+  union {
+    alignas(16) Factor normed[kEmbd + QkvProduct::kPadding];
+    float x_next[kEmbd];  // after a layer
+    struct {
+      Partial warps[kAttendWarps], splits[kRanks];
+    } attention;
+  };
+  alignas(16) float x_sum[kEmbd];  // after attention
+  alignas(16) float q[kHeadDim];
+  alignas(16) Element newest[2][kHeadDim];  // of k and v
+  alignas(16) Factor o[kHeadDim];
+  alignas(16) Factor hidden[kClusterHidden];
+  float sums[kAttendWarps][max_of(kMostUnits * QkvProduct::kColumns, kRankHidden)];
+  Norm<kAttendWarps>::Shared norm;
+  ptx::Barrier exchanges[kExchanges], arrived[6], proj_arrived;
+};
+
+constexpr int kRegions = min_of(
+    6, (kSmemBytes - 256 - static_cast<int>(sizeof(LayersShared)) - kProjBytes) / kRegionBytes);
+static_assert(kRegions >= 2);
+constexpr size_t kTileBytes = kRegions * kRegionBytes + kProjBytes;
+
+// A product's weights that have arrived.
+template <typename P>
+struct ArrivedWeights {
+  const uint4* s_weights;
+  __device__ void await(int) {}
+  __device__ uint4 at(int step, int i) const { return *P::piece(s_weights, step, i); }
+  __device__ void replace(int) {}
+};
+
+struct Tiles {
+  const StepParams& p;
+  LayersShared& shared;
+  uint4* const s_tiles;
+  const int rank, head;
+
+  __device__ uint4* region(int tile) const {
+    return s_tiles + tile % kRegions * (kRegionBytes / 16);
+  }
+  __device__ uint4* proj() const { return s_tiles + kRegions * (kRegionBytes / 16); }
+
+  __device__ void initialize() {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kRegions; ++i) ptx::barrier_init(&shared.arrived[i], 1);
+      ptx::barrier_init(&shared.proj_arrived, 1);
+      for (ptx::Barrier& exchange : shared.exchanges) ptx::barrier_init(&exchange, 1);
+      ptx::barrier_init_fence();
+    }
+  }
+  __device__ void await(int tile) {
+    ptx::barrier_wait(&shared.arrived[tile % kRegions], tile / kRegions % 2);
+  }
+  __device__ void await_proj(int layer) { ptx::barrier_wait(&shared.proj_arrived, layer % 2); }
+
+  // One warp requests a tile. Its region must not be in use.
+  __device__ void request(int tile) const {
+    if (tile < 3 * p.layers)
+      request(static_cast<Kind>(tile % 3 == 0   ? kQkv
+                                : tile % 3 == 1 ? kFc
+                                                : kFc2),
+              tile / 3, region(tile), &shared.arrived[tile % kRegions]);
+  }
+  __device__ void request_proj(int layer) const {
+    if (layer < p.layers) request(kProj, layer, proj(), &shared.proj_arrived);
+  }
+  // Lane i makes the i-th copy.
+  __device__ void request(Kind kind, int layer, uint4* to, ptx::Barrier* arrived) const {
+    const int lane = threadIdx.x % 32;
+    const LayerWeights& weights = p.weights[layer];
+    int count = kParts, bytes;
+    const Element* from;
+    if (kind == kQkv) {
+      count = rank < kQkvUnits ? (kQkvUnits - 1 - rank) / kRanks + 1 : 0;
+      bytes = QkvProduct::kBytes;
+      const int unit = rank + lane * kRanks;
+      const int packed =
+          (unit / kUnitsPerHead * kHeads + head) * kUnitsPerHead + unit % kUnitsPerHead;
+      from = weights.qkv + int64_t{packed} * (kEmbd * QkvProduct::kColumns);
+    } else if (kind == kFc) {
+      count = 1;
+      bytes = kFcUnits * FcProduct::kBytes;
+      from =
+          weights.fc + int64_t{head * kRanks + rank} * (bytes / static_cast<int>(sizeof(Element)));
+    } else {
+      // The cluster's rows of the block's columns; packed in units of 8 columns.
+      const int first = rank * kParts + lane;
+      bytes = kind == kProj ? HeadPart::kBytes : HiddenPart::kBytes;
+      from = kind == kProj ? weights.proj + (first * kEmbd + head * HeadPart::K) * 8
+                           : weights.fc2 + (int64_t{first} * kInner + head * HiddenPart::K) * 8;
+    }
+    if (lane == 0) {
+      if (count > 0)
+        ptx::barrier_expect(arrived, count * bytes);
+      else
+        ptx::barrier_arrive(arrived);
+    }
+    __syncwarp();
+    if (lane < count) ptx::copy_bulk(to + lane * (bytes / 16), from, bytes, arrived);
+  }
+};
+static_assert(kParts <= 32 && kMostUnits <= 32);
+
+// Requests the keys and values that the block reads in a layer, and its share of the layer's vectors,
+// into L2.
+__device__ inline void prefetch(const StepParams& p, int layer, int rank, int head, int newest) {
+  constexpr int kLine = 128;
+  constexpr int kOfRow = min_of(kLine / static_cast<int>(sizeof(Element)), kHeadDim);
+  static_assert(kAttendThreads >= 2 * kSplit);
+  const int matrix = threadIdx.x % 2, key = rank * kSplit + threadIdx.x / 2;
+  if (threadIdx.x < 2 * kSplit && key < newest) {
+    const Element* const row = cache_of(p, layer, matrix, 0, head) + int64_t{key} * kHeadDim;
+#pragma unroll
+    for (int i = 0; i < kHeadDim; i += kOfRow) ptx::prefetch(row + i);
+  }
+  constexpr int kLines = ceil_div(static_cast<int>(sizeof(LayerVectors)), kLine);
+  constexpr int kOfBlock = ceil_div(kLines, kRanks * kHeads);
+  const int line = blockIdx.x * kOfBlock + threadIdx.x;
+  if (threadIdx.x < kOfBlock && line < kLines)
+    ptx::prefetch(reinterpret_cast<const char*>(&p.vectors[layer]) + line * kLine);
+}
+
+// Sends an element to block `to` of the cluster, if it exists. Consecutive lanes have consecutive
+// elements.
+template <typename T>
+__device__ void send_element(T* here, int to, T element, ptx::Barrier* exchange) {
+  if constexpr (sizeof(T) == 4) {
+    if (to < kRanks) ptx::send_words<1>(here, to, {__float_as_uint(element)}, exchange);
+  } else {
+    // Two at once
+    const unsigned mine = *reinterpret_cast<const unsigned short*>(&element);
+    const unsigned next = __shfl_down_sync(kWarp, mine, 1);
+    if (to < kRanks && threadIdx.x % 2 == 0)
+      ptx::send_words<1>(here, to, {mine | next << 16}, exchange);
+  }
+}
+
+// Multiplies x by the block's columns of the cluster's rows, 8 columns per warp at a time.
+template <typename P>
+__device__ void leave_parts(const uint4* tile, const Factor* x, Word* words, unsigned tag) {
+#pragma unroll
+  for (int i = 0; i < kPartsPerWarp; ++i) {
+    const int part = threadIdx.x / 32 + i * kAttendWarps;
+    if (part >= kParts) break;
+    ArrivedWeights<P> weights{tile + part * (P::kBytes / 16)};
+    P::template multiply<false>(weights, x, [&](int at, float sum) {
+      ptx::store_word(words + part * 8 + at, Word{tag} << 32 | __float_as_uint(sum));
+    });
+  }
+}
+
+// Waits for the parts of a column and adds them up.
+__device__ inline float sum_parts(const Word* words, unsigned tag) {
+  Word parts[kHeads];
+  for (;;) {
+    bool is_complete = true;
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) parts[i] = ptx::load_word(words + i * kEmbd);
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) is_complete &= parts[i] >> 32 == tag;
+    if (is_complete) break;
+    ptx::poll_again();
+  }
+  float y = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) y += __uint_as_float(static_cast<unsigned>(parts[i]));
+  return y;
+}
+
+// Grid: kRanks times the heads.
+__global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepParams p) {
+  ATTENTION_DYNAMIC_SHARED(uint4, s_tiles);
+  __shared__ LayersShared shared;
+  ptx::allow_next();
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const int rank = blockIdx.x % kRanks, head = blockIdx.x / kRanks;
+  const bool requests = warp == kAttendWarps - 1;
+  Tiles tiles{p, shared, s_tiles, rank, head};
+  tiles.initialize();
+  const int newest = p.seqlens[0];
+  const auto expect = [&](Exchange exchange) {
+    constexpr int kBytes[kExchanges] = {
+        4 * kEmbd, 4 * kEmbd, 4 * kHeadDim + 2 * kHeadDim * static_cast<int>(sizeof(Element)), 0,
+        kClusterHidden * static_cast<int>(sizeof(Factor))};
+    const int bytes = exchange == kHeadsSplits
+                          ? (newest / kSplit + 1) * static_cast<int>(sizeof(Partial))
+                          : kBytes[exchange];
+    if (t == 0) ptx::barrier_expect(&shared.exchanges[exchange], bytes);
+  };
+  const auto await = [&](Exchange exchange, int layer) {
+    ptx::barrier_wait(&shared.exchanges[exchange], layer % 2);
+    expect(exchange);  // the next layer's
+  };
+  for (int i = 0; i < kExchanges; ++i) expect(static_cast<Exchange>(i));
+  __syncthreads();
+  if (requests) {
+    tiles.request(0);
+    tiles.request_proj(0);
+#pragma unroll 1
+    for (int i = 1; i < kRegions; ++i) tiles.request(i);
+  }
+  const int64_t token = p.newest[0] < 0 ? 0 : p.newest[0];
+  const auto embedding = [&](int i) {
+    return to_float(p.wte[token * kEmbd + i]) + to_float(p.wpe[int64_t{newest} * kEmbd + i]);
+  };
+#pragma unroll
+  for (int i = 0; i < kXPerThread; ++i) {
+    const int at = t + i * kAttendThreads;
+    if (at < kEmbd) shared.x_next[at] = embedding(at);
+  }
+  // This thread's column of x, in the blocks of this rank
+  const bool has_column = t < kRankColumns;
+  const int column = rank * kRankColumns + (has_column ? t : 0);
+  float x = embedding(column);
+  const bool has_unit = rank < kQkvUnits;
+  auto& words = p.scratch->words;
+  const Word* const parts = words[0] + column;
+  const Word* const hidden_parts = words[kHeads] + column;
+  Word* const my_parts = words[head] + rank * kRankColumns;
+  Word* const my_hidden_parts = words[kHeads + head] + rank * kRankColumns;
+  unsigned tag = p.scratch->epoch * p.layers;  // of the previous layer's parts
+  const auto send_x = [&](float* here, Exchange exchange) {
+#pragma unroll
+    for (int to = 0; to < kRanks; ++to)
+      ptx::send_words<1>(here + column, to, {__float_as_uint(x)}, &shared.exchanges[exchange]);
+  };
+  const auto store_normed = [&](int k, const float (&row)[1]) {
+    shared.normed[k] = from_float<Factor>(row[0]);
+  };
+  ptx::cluster_arrive();
+  ptx::cluster_wait();  // the cluster's blocks have begun, and expect what they are sent
+
+  constexpr int kColumns = QkvProduct::kColumns, kFcColumns = FcProduct::kColumns;
+  float fc2_bias = 0.0f;
+  for (int layer = 0; layer < p.layers; ++layer) {
+    // What the layer needs besides its weights. All is loaded together, while the block waits for the
+    // parts of x: a warp that waits for one of its loads waits for later ones as well.
+    const LayerVectors& vectors = p.vectors[layer];
+    const Norm<kAttendWarps> norm_1(vectors.ln_1_weight, vectors.ln_1_bias);
+    const Norm<kAttendWarps> norm_2(vectors.ln_2_weight, vectors.ln_2_bias);
+    float qkv_bias[kMostUnits], fc_bias[kFcUnits];
+#pragma unroll
+    for (int i = 0; i < kMostUnits; ++i) {
+      const int unit = min(rank + i * kRanks, kQkvUnits - 1);
+      qkv_bias[i] = vectors.qkv_bias[unit / kUnitsPerHead * kEmbd + head * kHeadDim +
+                                     unit % kUnitsPerHead * kColumns + t % kColumns];
+    }
+#pragma unroll
+    for (int i = 0; i < kFcUnits; ++i)
+      fc_bias[i] =
+          vectors.fc_bias[(head * kRanks + rank) * kRankHidden + i * kFcColumns + t % kFcColumns];
+    const float proj_bias = vectors.proj_bias[column], previous_fc2_bias = fc2_bias;
+    fc2_bias = vectors.fc2_bias[column];
+    KeysOfThread mine(p, layer, 0, head, newest);
+    mine.load(rank);
+    const int tile = 3 * layer;
+    // q, k and v
+    if (layer > 0) {
+      if (has_column) {
+        x += sum_parts(hidden_parts, tag) + previous_fc2_bias;
+        send_x(shared.x_next, kNextX);
+      }
+      tiles.await(tile);
+      await(kNextX, layer - 1);
+    } else {
+      tiles.await(tile);
+    }
+    ++tag;
+    if (layer + 1 < p.layers) prefetch(p, layer + 1, rank, head, newest);
+    if (has_unit) {
+      norm_1.apply([&](int, int k) { return shared.x_next[k]; }, p.epsilon, shared.norm,
+                   store_normed);
+    } else {
+      __syncthreads();
+    }
+    if (requests && layer > 0) tiles.request(tile - 1 + kRegions);
+#pragma unroll
+    for (int i = 0; i < kMostUnits; ++i) {
+      if (rank + i * kRanks >= kQkvUnits) break;
+      ArrivedWeights<QkvProduct> weights{tiles.region(tile) + i * (QkvProduct::kBytes / 16)};
+      QkvProduct::multiply<false>(weights, shared.normed, [&](int at, float sum) {
+        shared.sums[warp][i * kColumns + at] = sum;
+      });
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kMostUnits; ++i) {
+      const int unit = rank + i * kRanks;
+      if (unit >= kQkvUnits) break;
+      float y = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kAttendWarps; ++w) y += shared.sums[w][i * kColumns + t % kColumns];
+      y += qkv_bias[i];
+      const int to = t / kColumns;  // the block that this thread sends its column to
+      const int matrix = unit / kUnitsPerHead, at = unit % kUnitsPerHead * kColumns + t % kColumns;
+      if (matrix == 0) {
+        send_element(&shared.q[at], to, y, &shared.exchanges[kHeadsQkv]);
+      } else {
+        const auto element = from_float<Element>(y);
+        send_element(&shared.newest[matrix - 1][at], to, element, &shared.exchanges[kHeadsQkv]);
+        if (to == 0)
+          cache_of(p, layer, matrix - 1, 0, head)[int64_t{newest} * kHeadDim + at] = element;
+      }
+    }
+    if (requests) tiles.request(tile + kRegions);
+    await(kHeadsQkv, layer);
+
+    // Attention
+    auto& [warps, splits] = shared.attention;
+    if (rank * kSplit <= newest) {
+      float q[kPerChunk];
+#pragma unroll
+      for (int i = 0; i < kPerChunk; ++i) q[i] = shared.q[mine.column() + i];
+      const auto newest_of = [&](int matrix) {
+        return *reinterpret_cast<const uint4*>(&shared.newest[matrix][mine.column()]);
+      };
+      const WarpResult result(std::integral_constant<int, 0>{}, q, mine, rank, scale_of(p, layer),
+                              newest_of(0), newest_of(1));
+      result.store(warps[warp]);
+      __syncthreads();
+      // Each warp sends the result to a block; a lane two columns of O at a time.
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 64; ++i) {
+        const int at = i * 64 + 2 * lane;
+        const Join<2> join(warps, kAttendWarps, at);
+        ptx::send_words<2>(&splits[rank].o[at], warp,
+                           {__float_as_uint(join.o[0]), __float_as_uint(join.o[1])},
+                           &shared.exchanges[kHeadsSplits]);
+        if (at == 0)
+          ptx::send_words<2>(&splits[rank].row_max, warp,
+                             {__float_as_uint(join.row_max), __float_as_uint(join.row_sum)},
+                             &shared.exchanges[kHeadsSplits]);
+      }
+    }
+    tiles.await_proj(layer);
+    await(kHeadsSplits, layer);
+    if (t < kHeadDim) {
+      const Join<1> join(splits, newest / kSplit + 1, t);
+      shared.o[t] = from_float<Factor>(join.o[0] / join.row_sum);
+    }
+    __syncthreads();
+    leave_parts<HeadPart>(tiles.proj(), shared.o, my_parts, tag);
+
+    // The hidden units
+    if (has_column) {
+      x += sum_parts(parts, tag) + proj_bias;
+      send_x(shared.x_sum, kSumX);
+    }
+    tiles.await(tile + 1);
+    await(kSumX, layer);
+    norm_2.apply([&](int, int k) { return shared.x_sum[k]; }, p.epsilon, shared.norm, store_normed);
+#pragma unroll
+    for (int i = 0; i < kFcUnits; ++i) {
+      ArrivedWeights<FcProduct> weights{tiles.region(tile + 1) + i * (FcProduct::kBytes / 16)};
+      FcProduct::multiply<false>(weights, shared.normed, [&](int at, float sum) {
+        shared.sums[warp][i * kFcColumns + at] = sum;
+      });
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kFcUnits; ++i) {
+      const int at = i * kFcColumns + t % kFcColumns;
+      float y = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kAttendWarps; ++w) y += shared.sums[w][at];
+      y += fc_bias[i];
+      send_element(&shared.hidden[rank * kRankHidden + at], t / kFcColumns,
+                   from_float<Factor>(gelu(y)), &shared.exchanges[kHiddenUnits]);
+    }
+    if (requests) {
+      tiles.request_proj(layer + 1);
+      tiles.request(tile + 1 + kRegions);
+    }
+    tiles.await(tile + 2);
+    await(kHiddenUnits, layer);
+    leave_parts<HiddenPart>(tiles.region(tile + 2), shared.hidden, my_hidden_parts, tag);
+  }
+  if (head == 0 && has_column)
+    p.scratch->x[0][column] = x + (sum_parts(hidden_parts, tag) + fc2_bias);
+}
+
+inline cudaError_t launch_layers(const StepParams& p, cudaStream_t stream) {
+  return launch_at_once(layers_at_once, kRanks * kHeads, kRanks, kAttendThreads, kTileBytes, stream,
+                        p);
+}
