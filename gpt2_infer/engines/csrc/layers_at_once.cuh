@@ -13,6 +13,8 @@
 // Weights arrive in tiles, in turn: a block's columns of q, k and v; of the hidden units; and of the
 // hidden units' projection. A tile lies in one of kRegions regions of shared memory. When it has
 // been used, the tile kRegions further on is requested. The heads' projection has its own region.
+// A copy may overtake a load, so every thread that has read a tile calls proxy_fence() before the
+// barrier after which its region is requested again.
 //
 // Why a buffer may be overwritten: a block sends its hidden units to all blocks of its cluster, so
 // who has received all of a layer's knows that the others have read what they needed before. Parts
@@ -203,6 +205,7 @@ __device__ void leave_parts(const uint4* tile, const Factor* x, Word* words, uns
       ptx::store_word(words + part * 8 + at, Word{tag} << 32 | __float_as_uint(sum));
     });
   }
+  ptx::proxy_fence();
 }
 
 // Waits for the parts of a column and adds them up.
@@ -338,6 +341,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
         shared.sums[warp][i * kColumns + at] = sum;
       });
     }
+    ptx::proxy_fence();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kMostUnits; ++i) {
@@ -412,6 +416,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
         shared.sums[warp][i * kFcColumns + at] = sum;
       });
     }
+    ptx::proxy_fence();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kFcUnits; ++i) {
