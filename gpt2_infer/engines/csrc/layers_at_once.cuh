@@ -159,22 +159,23 @@ struct Tiles {
 };
 static_assert(kParts <= 32 && kMostUnits <= 32);
 
+constexpr int kLine = 128;  // bytes that a prefetch requests
+constexpr int kLineOfRow = min_of(kLine / static_cast<int>(sizeof(Element)), kHeadDim);
+constexpr int kVectorLines = ceil_div(static_cast<int>(sizeof(LayerVectors)), kLine);
+constexpr int kVectorLinesOfBlock = ceil_div(kVectorLines, kRanks* kHeads);
+static_assert(kAttendThreads >= 2 * kSplit);
+
 // Requests the keys and values that the block reads in a layer, and its share of the layer's vectors,
 // into L2.
 __device__ inline void prefetch(const StepParams& p, int layer, int rank, int head, int newest) {
-  constexpr int kLine = 128;
-  constexpr int kOfRow = min_of(kLine / static_cast<int>(sizeof(Element)), kHeadDim);
-  static_assert(kAttendThreads >= 2 * kSplit);
-  const int matrix = threadIdx.x % 2, key = rank * kSplit + threadIdx.x / 2;
-  if (threadIdx.x < 2 * kSplit && key < newest) {
-    const Element* const row = cache_of(p, layer, matrix, 0, head) + int64_t{key} * kHeadDim;
+  const int t = threadIdx.x, key = rank * kSplit + t / 2;
+  if (t < 2 * kSplit && key < newest) {
+    const Element* const row = cache_of(p, layer, t % 2, 0, head) + int64_t{key} * kHeadDim;
 #pragma unroll
-    for (int i = 0; i < kHeadDim; i += kOfRow) ptx::prefetch(row + i);
+    for (int i = 0; i < kHeadDim; i += kLineOfRow) ptx::prefetch(row + i);
   }
-  constexpr int kLines = ceil_div(static_cast<int>(sizeof(LayerVectors)), kLine);
-  constexpr int kOfBlock = ceil_div(kLines, kRanks * kHeads);
-  const int line = blockIdx.x * kOfBlock + threadIdx.x;
-  if (threadIdx.x < kOfBlock && line < kLines)
+  const int line = blockIdx.x * kVectorLinesOfBlock + t;
+  if (t < kVectorLinesOfBlock && line < kVectorLines)
     ptx::prefetch(reinterpret_cast<const char*>(&p.vectors[layer]) + line * kLine);
 }
 
