@@ -71,6 +71,9 @@ def predict_step(cell: DecodeCell, gpu: GpuModel) -> tuple[list[Link], Chain]:
     shared = LIMITS[gpu.arch].shared_kb_per_block * 1024
     dtype = getattr(torch, cell.dtype)
     shape = StepShape(config, dtype, cell.batch, gpu.multiprocessors, shared)
+    if shape.is_one_kernel:
+        text = "its one kernel's blocks wait for one another, which is not simulated"
+        raise RequestError(f"a step of {cell.model} at batch {cell.batch}: {text}")
     names = POINTERS.split()
     place = {name: number for number, name in enumerate(names, 1)}  # terabytes
     params = StepParams(

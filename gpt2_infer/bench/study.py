@@ -154,7 +154,7 @@ class StepPredictionStudy(Study, kw_only=True, tag="step-prediction"):
     gpu: str = "h200"
     models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
-    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1, 8])
+    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [8])
     prompt_tokens: AtLeastOne = 8
     new_tokens: AtLeastOne = 504
     """Tokens of the text that is measured; the step in its middle is predicted."""

@@ -58,11 +58,13 @@ def test_a_gpu_without_early_launches_is_refused():
 @pytest.mark.slow
 @needs_cuda_programs
 def test_the_kernels_of_a_step_read_all_weights_and_the_cache():
-    study = StepPredictionStudy(models=["distilgpt2"], dtypes=["bfloat16"], batch_sizes=[1])
+    study = StepPredictionStudy(models=["distilgpt2"], dtypes=["bfloat16"], batch_sizes=[2])
     subject = StepPredictions(study)
-    assert subject.cells == [DecodeCell("distilgpt2", "bfloat16", 1, 8, 504)]
+    assert subject.cells == [DecodeCell("distilgpt2", "bfloat16", 2, 8, 504)]
     ((found,),) = [[one.row for one in subject.contenders(cell)] for cell in subject.cells]
-    assert found.extra["kernels"] == 3 + 6 * 4
+    assert found.extra["kernels"] == 3 + 6 * 5
+    with pytest.raises(RequestError, match="blocks wait for one another"):
+        [*subject.contenders(DecodeCell("distilgpt2", "bfloat16", 1, 8, 504))]
     layer = sum(link["asking_us"] > 0.5 for link in found.extra["links"].values())
     assert layer >= 4
     assert found.samples[0] > found.extra["work_us"] + found.extra["launch_us"]
