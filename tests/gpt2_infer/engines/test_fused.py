@@ -252,7 +252,7 @@ inline bool kept(int wait) {
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a process cannot load the ops of a second copy
 def droppable(tmp_path_factory):
     """A copy of the kernels in which a variable leaves out a wait."""
     folder = tmp_path_factory.mktemp("droppable")
