@@ -36,11 +36,11 @@ class GpuModel:
     memory_gb_s: float
     launch_us: float
     early_start_us: float = 0.0
-    """Of early launches: from the permission of the previous kernel until a kernel starts."""
+    """With early launches: how long after the previous kernel allows it a kernel starts."""
     early_wait_us: float = 0.0
-    """From the end of a kernel until the next one, which waits for it, can go on."""
+    """How long after the end of a kernel the next one, which was launched early, can go on."""
     graph_us: float = 0.0
-    """From the end of a graph's last kernel until the first one of the next graph starts."""
+    """How long after the end of a graph the first kernel of the next one starts."""
 
     def clock_at(self, busy: float) -> float:
         """Return the clock in GHz, given the share of the time with products of warpgroups."""

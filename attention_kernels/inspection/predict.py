@@ -362,7 +362,7 @@ class Case(NamedTuple):
 
     batch: int
     seqlen: int
-    """Of a decode kernel, the length of the cache and of all its rows."""
+    """For a decode kernel, the length of the cache, which all rows fill."""
     num_heads: int
     head_dim: int
     is_causal: bool

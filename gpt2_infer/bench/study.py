@@ -94,7 +94,7 @@ class DecodeKernelStudy(Study, kw_only=True, tag="decode-kernel"):
     heads: AtLeastOne = 12
     head_dim: AtLeastOne = 64
     seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [128, 1024, 4096])
-    """Lengths of the cache and of all its rows."""
+    """Lengths of the cache, which all rows fill."""
     rounds: Rounds = 5
 
 

@@ -25,8 +25,9 @@
 // different __syncthreads() are an error, as in CUDA's documentation, though hardware tolerates it.
 // A shuffle orders memory accesses here, which CUDA does not promise: compiled with
 // -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that spins until
-// another one writes spins until the block's time is up, unless it calls poll_again(). A library of emulated kernels must not
-// define a thread_local of its own, nor link one from a static C++ library (see Library).
+// another one writes spins until the block's time is up, unless it calls poll_again(). A library of
+// emulated kernels must not define a thread_local of its own, nor link one from a static C++ library
+// (see Library).
 
 #pragma once
 

@@ -115,9 +115,9 @@ struct BlockOrder {
 };
 
 // The blocks of a launch, run by any number of OS threads; with clusters, by one thread per block
-// of a cluster, so that all unfinished blocks of the first unfinished cluster run at once, or per
-// block of the grid, if all do. A block
-// that has started runs to its end, so the first failing block in the order is always the same.
+// of a cluster, so that all unfinished blocks of the first unfinished cluster run at once; or by one
+// thread per block of the grid, if all blocks must run at once. A block that has started runs to its
+// end, so the first failing block in the order is always the same.
 struct GridRun {
   Launch launch;
   const uint64_t blocks;
