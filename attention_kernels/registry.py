@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "attention_kernels.backends"
 SLOW_PLUGIN_S = 3.0  # a plug-in that takes longer to import is reported on stderr
-DECODES_ONLY = "it has a decode kernel only"
+DECODES_ONLY, NO_DECODE = "it has a decode kernel only", "it has no decode kernel"
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 Loader = Callable[[], Kernels]
@@ -310,7 +310,7 @@ class BackendSpec:
             raise UnsupportedError(self.name, reasons)
         kernel = self.load().decode_on(device_type)
         if kernel is None:
-            raise UnsupportedError(self.name, [f"it has no decode kernel on {device_type}"])
+            raise UnsupportedError(self.name, [f"{NO_DECODE} on {device_type}"])
         return self._run(kernel, q, k_cache, v_cache, seqlens, scale)
 
     def _run(self, kernel: Callable[..., object], *arguments: Any) -> Tensor:

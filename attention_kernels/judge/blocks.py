@@ -79,10 +79,12 @@ def pack(
 ) -> tuple[Tensor, list[tuple[int, int]], list[list[View]]]:
     """Copy sets of tensors into one block of uint8; return it, its storages and the views.
 
-    Strides and the memory between rows are kept. Tensors that share a storage still do.
+    Strides and the memory between rows are kept. Tensors that share a storage still do. Integers
+    come last, so that multiply() can leave them out.
     """
     contents: dict[int, Tensor] = {}
-    for x in (x for one in sets for x in one):
+    tensors = [x for one in sets for x in one]
+    for x in sorted(tensors, key=lambda x: not x.is_floating_point()):
         storage = x.untyped_storage()
         if storage.data_ptr() not in contents:
             contents[storage.data_ptr()] = x.new_empty(0, dtype=torch.uint8).set_(storage)

@@ -135,6 +135,7 @@ class _Timed:
         self.layout, self.workspace = (calls.storages, calls.sets), 0
         self.is_cuda = device == "cuda"
         self._block = on_host.to(device, copy=True)
+        self._numbers = self._block[: calls.numbers_bytes]
         unpacked = unpack(split(self._block, calls.storages), calls.sets)
         sets = [unpacked[place] for place in calls.order]
         self._dtype = sets[0][0].dtype
@@ -161,8 +162,8 @@ class _Timed:
         torch.cuda.synchronize()
 
     def multiply(self, seed: int) -> None:
-        """Multiply the inputs by factors that the judge has drawn."""
-        multiply(self._block, self._dtype, seed)
+        """Multiply all inputs but lengths by factors that the judge has drawn."""
+        multiply(self._numbers, self._dtype, seed)
 
     def run(self, passes: int = 1) -> float:
         """Make all calls, `passes` times; return the seconds, and keep the outputs."""

@@ -62,6 +62,13 @@ class Calls(msgspec.Struct, frozen=True):
         return start + aligned(size) + GUARD
 
     @property
+    def numbers_bytes(self) -> int:
+        """The size of the part of the block of inputs before the first integers."""
+        views = (view for one in self.sets for view in one)
+        integers = (view.storage for view in views if not view.torch_dtype.is_floating_point)
+        return min((self.storages[x][0] for x in integers), default=self.given_bytes)
+
+    @property
     def taken_bytes(self) -> int:
         """The size of the block of outputs."""
         return sum(aligned(q.bytes) for q in self._outputs)
@@ -144,7 +151,7 @@ class Request:
     def multiplied(self, seed: int) -> list[list[Tensor]]:
         """Return the sets as they are when the clock has started; see multiply()."""
         block = self.block.clone()
-        multiply(block, self.sets[0][0].dtype, seed)
+        multiply(block[: self.calls.numbers_bytes], self.sets[0][0].dtype, seed)
         return unpack(split(block, self.calls.storages), self.calls.sets)
 
     def fault(self, block: Tensor) -> str:

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import AttentionError
-from attention_kernels.judge.blocks import aligned, checksum, multiply
+from attention_kernels.judge.blocks import checksum, multiply
 from attention_kernels.judge.calls import Request
 from attention_kernels.judge.conformance import request_of
-from attention_kernels.judge.inputs import Case, Layout
+from attention_kernels.judge.inputs import Case, DecodeCase, Layout
 from attention_kernels.judge.reference import truth
 from attention_kernels.judge.worker import Runner, Timing
 
-ROWS = 64  # judged of each timed output, of one head that is drawn for it
+ROWS = 64  # judged of each timed output
 # How much longer calls may take by the judge's clock than by the worker's, and when they are
 # repeated; in seconds, for the judge to start and to hear of the end; and the same for calls with
 # factors and a checksum, whose own time the judge measures. Other processes share a CPU, and
@@ -50,7 +50,7 @@ class RejectedTimeError(AttentionError):
 class Numbers:
     """Inputs of timed calls: sets of one case, with new numbers in each round."""
 
-    def __init__(self, case: Case, sets: int) -> None:
+    def __init__(self, case: Case | DecodeCase, sets: int) -> None:
         self.case, self.sets = case, sets
         self._round, self._checks_s = 0, 0.0
         self._requests: dict[bool, Request] = {}
@@ -61,7 +61,7 @@ class Numbers:
             self._round, self._requests = number, {}
             self._seed = secrets.randbelow(2**62)
         if contiguous not in self._requests:
-            layout: Layout = "contiguous" if contiguous else "fused"
+            layout: Layout = "contiguous" if contiguous else self.case.layout
             case = dataclasses.replace(self.case, layout=layout)
             peaky = self._seed % self.sets  # one of the sets has scores that need their maximum
             cases = [
@@ -79,15 +79,16 @@ class Numbers:
     def checks_s(self, device: str) -> float:
         """Return how many seconds the factors and the checksum of a sample take."""
         if not self._checks_s:
-            case = self.case
-            shape = case.batch, case.seqlen, case.num_heads, case.head_dim
-            outputs = [*torch.zeros(self.sets, *shape, dtype=case.dtype, device=device)]
-            size = aligned(3 * sum(o.nbytes for o in outputs))
-            block = torch.zeros(size, dtype=torch.uint8, device=device)
+            calls = next(iter(self._requests.values())).calls
+            numbers, block = (
+                torch.zeros(size, dtype=torch.uint8, device=device)
+                for size in (calls.numbers_bytes, calls.taken_bytes)
+            )
+            outputs = calls.outputs(block)
 
             def seconds() -> float:
                 started = time.perf_counter()
-                multiply(block, case.dtype, seed=0)
+                multiply(numbers, self.case.dtype, seed=0)
                 checksum(outputs)  # waits for the device
                 return time.perf_counter() - started
 
@@ -164,25 +165,38 @@ class Clock:
         )
 
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
-        """Judge some rows of one head of every output.
+        """Judge some rows of every output.
 
-        The rows are drawn for each sample, those at either end most often; the head and the entry
-        of the batch are drawn for each output.
+        Of attention, those of one head; they are drawn for each sample, those at either end most
+        often, and the head and the entry of the batch for each output. Of decode, as many pairs of
+        a head and an entry.
         """
         case, spec, device = self.numbers.case, self.runner.spec, self.runner.device
-        heads = [(secrets.randbelow(case.batch), secrets.randbelow(case.num_heads)) for _ in sets]
-        count = min(ROWS, case.seqlen)
-        first = min(max(0, secrets.randbelow(case.seqlen + count) - count), case.seqlen - count)
-        rows = slice(first, first + count)
-        keys = slice(rows.stop if case.is_causal else None)
+        is_causal, each, rows = False, min(ROWS, case.batch * case.num_heads), slice(None)
+        if isinstance(case, Case):
+            count = min(ROWS, case.seqlen)
+            first = min(max(0, secrets.randbelow(case.seqlen + count) - count), case.seqlen - count)
+            is_causal, each, rows = case.is_causal, 1, slice(first, first + count)
+        keys = slice(rows.stop if is_causal else None)
+        drawn = [
+            (place, secrets.randbelow(case.batch), secrets.randbelow(case.num_heads))
+            for place in range(len(sets))
+            for _ in range(each)
+        ]
 
         def of_all(tensors: Sequence[Tensor], part: slice) -> Tensor:
-            pairs = zip(tensors, heads, strict=True)
-            return torch.stack([x[entry, part, [head]] for x, (entry, head) in pairs]).to(device)
+            found = [tensors[place][entry, part, [head]] for place, entry, head in drawn]
+            return torch.stack(found).to(device)
 
-        q, k, v = zip(*sets, strict=True)
+        q, k, v, *seqlens = zip(*sets, strict=True)
+        lengths = [torch.stack([x[place][entry] for place, entry, _ in drawn]) for x in seqlens]
         right = truth(
-            of_all(q, rows), of_all(k, keys), of_all(v, keys), case.softmax_scale, case.is_causal
+            of_all(q, rows),
+            of_all(k, keys),
+            of_all(v, keys),
+            case.softmax_scale,
+            is_causal,
+            *(x.to(device) for x in lengths),
         )
         precision = spec.precisions[dtype_name(case.dtype)]
         verdict = right.judge(of_all(outputs, rows), precision, spec.error_slack)

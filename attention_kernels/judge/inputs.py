@@ -89,6 +89,11 @@ class DecodeCase:
     """The number of query heads per key head; num_heads counts those of the cache."""
 
     @property
+    def batch(self) -> int:
+        """The number of rows of the cache."""
+        return len(self.lengths)
+
+    @property
     def work(self) -> float:
         """About as many multiplications of attention() cost as much in the emulator."""
         heads = self.num_heads * self.group

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.conformance import Case
+from attention_kernels.judge.conformance import Case, DecodeCase
 from attention_kernels.judge.driver import KERNEL_ERRORS
 from attention_kernels.judge.reference import check_precision
 from attention_kernels.judge.worker import open_runner
@@ -134,12 +134,14 @@ def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, lengt
     # Check intermediate lengths, too: tuning for a size must precede all measurements.
     between = [n for n in (64, 128, 256, 512) if length < n < cell.max_tokens]
     config, dtype = model.config, getattr(torch, cell.dtype)
-    cases = [
+    cases: list[Case | DecodeCase] = [
         Case(n, config.head_dim, 1.0, cell.batch, config.n_head, dtype=dtype)
         for n in (length, *between, cell.max_tokens)
     ]
+    if cell.mode == "kv-cache":
+        cases.append(DecodeCase(config.head_dim, dtype))
     with contextlib.closing(open_runner(spec, model.device.type)) as runner:
-        selection.check(row, runner, cases, decode=cell.mode == "kv-cache")
+        selection.check(row, runner, cases)
 
 
 def _write(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -11,21 +12,23 @@ import torch
 from attention_kernels import BackendSpec
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
 from attention_kernels.judge.driver import KERNEL_ERRORS
+from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.reference import check_precision
 from attention_kernels.judge.worker import Runner, keep_plugins_out, open_runner
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject
+from gpt2_infer.errors import RequestError
 
 MIN_ROTATED_BYTES = 96 * 2**20
-MIN_CALLS = 5
+MIN_CALLS, MIN_DECODE_CALLS = 5, 2  # the caches of a batch take gigabytes
 CPU_CALLS = 4
 # How much faster than a copy, or than the fastest product measured here, a kernel may be.
 FLOOR_MARGIN = 1.2
 
 
 class Kernels(Subject[KernelCell]):
-    """Times attention() alone; a sample is microseconds per call, by the judge's rules.
+    """Times attention() or decode() alone; a sample is microseconds per call, by the judge's rules.
 
     On CUDA a sample is one replay of a graph of calls, on sets of inputs which together exceed the
     L2. Backends that need contiguous inputs get them; the copies are not timed.
@@ -34,9 +37,12 @@ class Kernels(Subject[KernelCell]):
     def __init__(self, study: KernelStudy) -> None:
         check_precision()
         keep_plugins_out()
-        self.device, specs, baseline = selection.selected(study)
+        if study.decode and study.full:
+            raise RequestError("decode has no mask that full could omit")
+        self.decode = study.decode
+        self.device, specs, baseline = selection.selected(study, decode=study.decode)
         self.cells = study.cells or [
-            KernelCell(n, batch, study.heads, head_dim, dtype, not study.full)
+            KernelCell(n, batch, study.heads, head_dim, dtype, not (study.full or study.decode))
             for dtype, batch, head_dim, n in itertools.product(
                 study.dtypes,
                 study.batch_sizes,
@@ -60,14 +66,14 @@ class Kernels(Subject[KernelCell]):
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
         """Check and yield each backend that supports the cell's dtype."""
-        case = selection.case_of(cell, cell.dtype)
-        numbers = Numbers(case, _sets(cell, self.device))
+        cases = _decode_cases(cell) if self.decode else [selection.case_of(cell, cell.dtype)]
+        numbers = Numbers(cases[0], self._sets(cell))
         for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
             row = selection.row_of(spec, cell.dtype, "time", "us", self.sources)
             contender = Contender(row)
             try:
                 runner = self._runner(spec)
-                selection.check(row, runner, [case])
+                selection.check(row, runner, cases)
                 if row.status == "ok":
                     clock = Clock(runner, numbers, floor_us=self._floor_us(cell))
                     contender.sample = functools.partial(self._sample, row, clock)
@@ -91,8 +97,21 @@ class Kernels(Subject[KernelCell]):
         fastest = max((v for k, v in self._limits.items() if k.endswith("tflops")), default=0.0)
         if not fastest:
             return 0.0
-        reading = 0.75 * cell.min_bytes / self._limits["copy_gbps"] / 1e3
-        return max(reading, cell.flops / fastest / 1e6) / FLOOR_MARGIN
+        reading = self._input_bytes(cell) / self._limits["copy_gbps"] / 1e3
+        flops = cell.flops / cell.seqlen if self.decode else cell.flops
+        return max(reading, flops / fastest / 1e6) / FLOOR_MARGIN
+
+    def _input_bytes(self, cell: KernelCell) -> int:
+        """Return the size of a set of inputs; a decode call's q is none to speak of."""
+        return cell.min_bytes // 2 if self.decode else cell.min_bytes * 3 // 4
+
+    def _sets(self, cell: KernelCell) -> int:
+        """Return the number of input sets, which on CUDA together exceed the L2."""
+        if self.device == "cpu":
+            return CPU_CALLS
+        rotated = max(2 * torch.cuda.get_device_properties().L2_cache_size, MIN_ROTATED_BYTES)
+        least = MIN_DECODE_CALLS if self.decode else MIN_CALLS
+        return max(-(-rotated // self._input_bytes(cell)), least)
 
     def _sample(self, row: Row, clock: Clock) -> dict[str, float]:
         try:
@@ -126,9 +145,13 @@ def _recheck(contender: Contender, clock: Clock) -> None:
         )
 
 
-def _sets(cell: KernelCell, device: str) -> int:
-    """Return the number of input sets, which on CUDA together exceed the L2."""
-    if device == "cpu":
-        return CPU_CALLS
-    rotated = max(2 * torch.cuda.get_device_properties().L2_cache_size, MIN_ROTATED_BYTES)
-    return max(-(-rotated // (cell.min_bytes * 3 // 4)), MIN_CALLS)
+def _decode_cases(cell: KernelCell) -> list[Case | DecodeCase]:
+    """Return the case that is timed, and one whose rows differ in length, which is checked, too."""
+    ragged = DecodeCase(cell.head_dim, getattr(torch, cell.dtype))
+    full = dataclasses.replace(
+        ragged,
+        lengths=(cell.seqlen,) * cell.batch,
+        max_seqlen=cell.seqlen,
+        num_heads=cell.num_heads,
+    )
+    return [full, ragged]

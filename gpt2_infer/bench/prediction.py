@@ -34,11 +34,12 @@ def find_gpu(key: str) -> GpuModel:
 
 
 def timed_on(gpu: GpuModel, files: Iterable[File]) -> list[File]:
-    """Return the kernel timings that were measured on such a GPU."""
+    """Return the timings of attention kernels that were measured on such a GPU."""
     return [
         file
         for file in files
         if file.study["kind"] == "kernel"
+        and not file.study.get("decode")
         and file.provenance.gpu
         and file.provenance.gpu.name in gpu.devices
     ]

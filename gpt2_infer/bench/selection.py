@@ -17,7 +17,7 @@ from attention_kernels.judge.driver import KERNEL_ERRORS, run_check
 from attention_kernels.judge.reference import Verdict
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder.header import VersionHeader
-from attention_kernels.registry import DECODES_ONLY
+from attention_kernels.registry import DECODES_ONLY, NO_DECODE
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import Check, KernelCell, ResultsError, Row, Shape
 from gpt2_infer.bench.study import BackendStudy, InspectionStudy, ProfileStudy, RejectedError
@@ -29,7 +29,11 @@ EMULATED = "its source runs in the CPU emulator, where a time would mean nothing
 
 
 def selected(
-    study: BackendStudy, *, cpu_families: tuple[str, ...] = (), emulated: bool = False
+    study: BackendStudy,
+    *,
+    cpu_families: tuple[str, ...] = (),
+    emulated: bool = False,
+    decode: bool = False,
 ) -> tuple[str, list[BackendSpec], BackendSpec]:
     """Return a study's device, backends and baseline; see select()."""
     device = str(resolve_device(study.device))
@@ -37,9 +41,14 @@ def selected(
     if device == "cpu" and not (families or study.backends):
         families = [*cpu_families]
     specs = select(
-        study.backends, device, families=families, dtypes=study.dtypes, emulated=emulated
+        study.backends,
+        device,
+        families=families,
+        dtypes=study.dtypes,
+        emulated=emulated,
+        decode=decode,
     )
-    (baseline,) = select([study.baseline], device, dtypes=study.dtypes)
+    (baseline,) = select([study.baseline], device, dtypes=study.dtypes, decode=decode)
     return device, specs, baseline
 
 
@@ -50,14 +59,16 @@ def select(
     families: Sequence[str] = (),
     dtypes: Sequence[str] = (),
     emulated: bool = False,
+    decode: bool = False,
 ) -> list[BackendSpec]:
     """Return the named backends and those of the families; without either, all that run here.
 
     A name may be the path of a version file, *.cu, that belongs to no ladder. Backends of a family
-    are skipped if they cannot run, support none of the dtypes, only decode or, without `emulated`,
-    run emulated. A line on stderr names each family that has none left, with the reasons.
-    Raises UnknownBackendError, HeaderError, or RequestError for an unknown family, a named backend
-    that cannot be compared for one of these reasons, or when nothing is left.
+    are skipped if they cannot run, support none of the dtypes, only decode (with `decode`, if they
+    do not) or, without `emulated`, run emulated. A line on stderr names each family that has none
+    left, with the reasons. Raises UnknownBackendError, HeaderError, or RequestError for an unknown
+    family, a named backend that cannot be compared for one of these reasons, or when nothing is
+    left.
     """
     known = {spec.family for spec in list_backends()}
     if missing := {*families} - known:
@@ -70,8 +81,8 @@ def select(
             return reason
         if dtypes and not {*dtypes} & {*spec.dtypes}:
             return f"takes {', '.join(spec.dtypes)}, not {', '.join(dtypes)}"
-        if spec.version is not None and spec.version.role == "decode":
-            return DECODES_ONLY
+        if spec.version is not None and (spec.version.role == "decode") != decode:
+            return NO_DECODE if decode else DECODES_ONLY
         return None
 
     reasons = {
@@ -178,24 +189,16 @@ def row_of(
     return Row(contender=spec.name, metric=metric, unit=unit, extra=extra)
 
 
-def check(row: Row, runner: Runner, cases: Sequence[Case], *, decode: bool = False) -> None:
+def check(row: Row, runner: Runner, cases: Sequence[Case | DecodeCase]) -> None:
     """Check a backend against the reference and record the result in its row.
 
     Raises the errors of Runner.receive(), except a refusal.
     """
     worst = None
-    wanted: list[Case | DecodeCase] = [*cases]
-    if runner.is_emulated:
-        wanted = [
-            dataclasses.replace(case, seqlen=min(case.seqlen, EMULATED_SEQLEN), batch=1)
-            for case in cases
-        ]
-    if decode and not runner.has_decode:
-        row.status, row.reason = "refused", f"it has no decode kernel on {runner.device}"
+    if not runner.has_decode and any(isinstance(case, DecodeCase) for case in cases):
+        row.status, row.reason = "refused", f"{NO_DECODE} on {runner.device}"
         return
-    if decode:
-        wanted.append(DecodeCase(cases[0].head_dim, cases[0].dtype))
-    for case in wanted:
+    for case in map(_emulated, cases) if runner.is_emulated else cases:
         try:
             verdict = run_check(runner, judged(runner, case))
         except UnsupportedError as error:
@@ -237,6 +240,15 @@ def record_failure(row: Row, error: Exception, device: str) -> None:
         except RuntimeError as broken:
             why = describe_error(broken)
             raise ResultsError(f"{row.contender} broke the CUDA context: {why}") from error
+
+
+def _emulated(case: Case | DecodeCase) -> Case | DecodeCase:
+    """Return a case that is small enough for the emulator."""
+    seqlen = min(case.seqlen, EMULATED_SEQLEN)
+    if isinstance(case, Case):
+        return dataclasses.replace(case, seqlen=seqlen, batch=1)
+    lengths = tuple(min(length, seqlen) for length in case.lengths[:3])
+    return dataclasses.replace(case, lengths=lengths, max_seqlen=seqlen)
 
 
 def _rounded(value: float) -> float | None:

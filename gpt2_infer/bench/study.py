@@ -84,18 +84,8 @@ class KernelStudy(BackendStudy, kw_only=True, tag="kernel"):
     head_dims: list[AtLeastOne] = msgspec.field(default_factory=lambda: [64])
     full: bool = False
     """Whether to omit the causal mask."""
-
-
-class DecodeKernelStudy(Study, kw_only=True, tag="decode-kernel"):
-    """Decode kernels alone, in float32; needs a GPU."""
-
-    subject = "decode_kernels.DecodeKernels"
-    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [1])
-    heads: AtLeastOne = 12
-    head_dim: AtLeastOne = 64
-    seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [128, 1024, 4096])
-    """Lengths of the cache, which all rows fill."""
-    rounds: Rounds = 5
+    decode: bool = False
+    """Whether to time decode(); all rows are as long as the cache, which has no mask."""
 
 
 class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
@@ -271,7 +261,6 @@ class PerplexityStudy(BackendStudy, kw_only=True, tag="perplexity"):
 
 AnyStudy: TypeAlias = (
     KernelStudy
-    | DecodeKernelStudy
     | GenerationStudy
     | ProfileStudy
     | InspectionStudy

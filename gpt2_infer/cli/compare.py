@@ -67,6 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     kernel("--heads", type=POSITIVE, help="number of heads (default: 12)")
     kernel("--head-dims", nargs="+", type=POSITIVE, metavar="D", help=HEAD_DIMS)
     kernel("--full", action="store_true", help="omit the causal mask")
+    kernel("--decode", action="store_true", help="time decode kernels; N is a cache's length")
 
 
 def run(arguments: argparse.Namespace) -> int:

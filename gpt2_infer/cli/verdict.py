@@ -147,7 +147,7 @@ def verdicts(
         spec = report.spec
         if findings.passed and findings.emulated and spec.version:
             _compile(findings, spec.version)
-        elif findings.passed and not findings.emulated and timing and report.has_attention:
+        elif findings.passed and not findings.emulated and timing:
             _time(findings, spec, one, tuple(dtypes or spec.dtypes))
         findings.passed = findings.passed and not findings.failures
         found.append(findings)
@@ -263,8 +263,9 @@ def _time(findings: Findings, spec: BackendSpec, name: str, dtypes: Sequence[str
 
     head_dim = usual_head_dim(spec)
     seqlen = 1024 if findings.device == "cuda" else 256
-    cells = [KernelCell(seqlen, 1, 12, head_dim, dtype) for dtype in dtypes]
-    study = KernelStudy(backends=[name], cells=cells, dtypes=[*dtypes])
+    decode = not findings.has_attention
+    cells = [KernelCell(seqlen, 1, 12, head_dim, dtype, not decode) for dtype in dtypes]
+    study = KernelStudy(backends=[name], cells=cells, dtypes=[*dtypes], decode=decode)
     study.device = "cuda" if findings.device == "cuda" else "cpu"
     findings.timing = timings(run(study))
     for one in findings.timing:

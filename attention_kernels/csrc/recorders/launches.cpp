@@ -87,21 +87,23 @@ int main(int count, char** arguments) {
     params.scratch = static_cast<float*>(tensor(5));
     params.batch = batch;
     params.num_heads = num_heads;
+    params.head_dim = attention::recorded_head_dim = std::atoi(arguments[i]);
+    const int64_t head = params.head_dim, row = num_heads * head;
 #ifdef ATTENTION_DECODE
     params.k_cache = tensor(2);
     params.v_cache = tensor(3);
     params.seqlens = static_cast<int*>(tensor(6));
     params.max_seqlen = seqlen;
+    params.q_strides = params.o_strides = {row, row, head};
+    params.k_strides = params.v_strides = {seqlen * row, head, seqlen * head};  // as a model's
 #else
     params.k = tensor(2);
     params.v = tensor(3);
     params.seqlen = seqlen;
     params.is_causal = is_causal != 0;
-#endif
-    params.head_dim = attention::recorded_head_dim = std::atoi(arguments[i]);
-    const int64_t head = params.head_dim, row = num_heads * head;
     params.q_strides = params.k_strides = params.v_strides =
         params.o_strides = {seqlen * row, row, head};
+#endif
     attention::ATTENTION_VERSION::launch(params, nullptr);
   }
 #endif

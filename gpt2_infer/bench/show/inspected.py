@@ -164,17 +164,6 @@ def step_predictions(measured: Sequence[Row] = ()) -> Layout:
 
 LAYOUTS["step-prediction"] = step_predictions()
 
-LAYOUTS["decode-kernel"] = Layout(
-    title=lambda name, file, block: f"{cell_name(block[0])}, {where(file)} ({name})",
-    rows=all_rows,
-    block=cell_name,
-    line=lambda row: row.contender,
-    columns=[
-        columns.BACKEND,
-        Column("N={at}, us", columns.timed(lambda row: row.median), "{:.4g}", over=length),
-    ],
-)
-
 
 def _of_stalls(value: Callable[[Mapping[str, Any]], Value]) -> Getter:
     """Return a value of a prediction's stalls; blank if they were not recorded."""

@@ -42,13 +42,15 @@ def tables(name: str, file: File) -> list[Table]:
         raise ResultsError(f"{name}: unknown kind of study, {kind}")
     if kind == "kernel" and has_shapes(file):
         kind = "shapes"
+    elif kind == "kernel" and file.study.get("decode"):
+        kind = "decode-kernel"
     if kind == "decode" and file.study.get("new_tokens") == [1]:
         kind = "prefill"
     return pivot(name, file, LAYOUTS[kind])
 
 
 LAYOUTS: dict[str, Layout] = {**inspected.LAYOUTS}
-"""Layouts by kind of study; "shapes" and "prefill" are variants of "kernel" and "decode"."""
+"""Layouts by kind of study, or a variant of it: "shapes" and "decode-kernel", and "prefill"."""
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -110,6 +112,29 @@ LAYOUTS["kernel"] = Layout(
         Column("error", _error("error"), "{:.1e}"),
         Column("relative error", _relative_error, "{:.1%}"),
         Column("workspace, KiB", columns.beside("workspace", 1024), "{:.0f}"),
+    ],
+)
+
+
+LAYOUTS["decode-kernel"] = Layout(
+    title=lambda name, file, block: (
+        f"decode, {cell_name(block[0])}, {how(file)} ({name}). GB/s (the cache once) and the "
+        f"largest error against float64 are at N={detail_length(block)}"
+    ),
+    block=cell_name,
+    line=lambda row: row.contender,
+    at=detail_length,
+    keeps=lambda line: any(row.samples for row in line.rows),
+    columns=[
+        columns.BACKEND,
+        columns.PRECISION,
+        Column("N={at}, us", columns.median, "{:.1f}", over=length),
+        Column("spread", lambda line: widest_spread(line.rows)),
+        Column("x {baseline}, N={at}", columns.versus),
+        Column(
+            "GB/s", columns.timed(lambda row: row.kernel.min_bytes / row.median / 2e3), "{:.3g}"
+        ),
+        Column("error", _error("error"), "{:.1e}"),
     ],
 )
 

@@ -13,7 +13,7 @@ from attention_kernels.judge.calls import CallError
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
 from attention_kernels.judge.conformance import describe_error, judged
 from attention_kernels.judge.driver import KERNEL_ERRORS, run_check
-from attention_kernels.judge.inputs import Case
+from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.worker import Timing, Worker
 from tests.conftest import DEVICES
 
@@ -309,7 +309,7 @@ def fate(case, device, sets=8, rounds=3, what="STRANGE"):
     """What the judge finds of a backend: checked once, timed, and its clocks compared."""
     with contextlib.closing(Worker(what, device)) as worker:
         try:
-            verdict = run_check(worker, judged(worker, CASE))
+            verdict = run_check(worker, judged(worker, case))
             if not verdict.passed:
                 return str(verdict)
             clock = Clock(worker, Numbers(case, sets), floor_us=0.01)
@@ -349,6 +349,42 @@ def test_an_honest_kernel_is_timed(plugin):
         if not (found := fate(LONG, "cpu")).startswith("the clocks disagree"):
             break
     assert found == "passed"
+
+
+DECODES = """
+def decode(q, k, v, seqlens, scale):
+    {body}
+@register(name="STRANGE", family="plug-in", summary="It decodes.", device_types=("cpu", "cuda"),
+          precisions={{"float32": "ieee-fp32"}})
+def load():
+    return Kernels(decode=decode)
+"""
+DECODE_BODIES = {
+    "is_honest": ("return right(q, k, v, scale, False, seqlens)", "passed"),
+    "forgets_a_row_while_timed": (
+        """o = right(q, k, v, scale, False, seqlens)
+    if any("one_pass" in frame.function for frame in inspect.stack()):
+        o[-1] = 0
+    return o""",
+        "the timed outputs are wrong",
+    ),
+    "keeps_the_first_result": (
+        """if not hasattr(load, "o"):
+        load.o = right(q, k, v, scale, False, seqlens)
+    return load.o.clone()""",
+        "the timed outputs are wrong",
+    ),
+}
+
+
+@pytest.mark.usefixtures("busy_machine")
+@pytest.mark.parametrize("name", DECODE_BODIES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_decode_is_timed_by_the_same_rules(name, device, plugin):
+    body, words = DECODE_BODIES[name]
+    plugin(DECODES.format(body=body))
+    found = fate(DecodeCase(32, lengths=(9, 200), max_seqlen=200), device)
+    assert re.search(words, found), found
 
 
 @pytest.mark.parametrize(("checks_s", "passes"), [(1.5e-3, True), (0.0, False)])

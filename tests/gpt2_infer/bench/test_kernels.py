@@ -44,6 +44,35 @@ def test_kernels_are_checked_then_timed(clean_registry):
     encode(results)
 
 
+def test_decode_kernels_are_checked_then_timed(clean_registry):
+    def forgetful(q, k_cache, v_cache, seqlens, scale):
+        return naive_attention(q, k_cache, v_cache, scale, False, (seqlens - 1).clamp(min=1))
+
+    add("TEST_FORGETFUL", None, forgetful)
+    add("TEST_NO_DECODE", naive_attention)
+    study = KernelStudy(
+        backends=["TEST_FORGETFUL", "TEST_NO_DECODE", "DECODE_SPLIT_KV_VERSION_1"],
+        seqlens=[24],
+        heads=2,
+        head_dims=[32],
+        batch_sizes=[3],
+        decode=True,
+        device="cpu",
+        rounds=2,
+    )
+    found = by_name(run(study))
+    assert {name: row.status for name, row in found.items()} == {
+        "NAIVE_PYTORCH": "ok",
+        "TEST_FORGETFUL": "failed",
+        "TEST_NO_DECODE": "refused",
+        "DECODE_SPLIT_KV_VERSION_1": "emulated",
+    }
+    assert len(found["NAIVE_PYTORCH"].samples) == 2
+    assert found["TEST_NO_DECODE"].reason == "it has no decode kernel on cpu"
+    with pytest.raises(RequestError, match="decode has no mask"):
+        run(KernelStudy(decode=True, full=True, device="cpu"))
+
+
 def test_a_backend_has_no_row_in_a_dtype_it_does_not_support():
     cells = [KernelCell(8, num_heads=1, head_dim=32, dtype=d) for d in ("float32", "float16")]
     results = compare("NAIVE_PYTORCH", "CUSTOM_CUDA_VERSION_1", cells=cells)
@@ -172,6 +201,8 @@ def test_only_backends_that_run_here_are_selected():
         select(["PYTORCH_SDPA_CUDNN_ATTENTION"], "cpu")
     with pytest.raises(RequestError, match="on cpu: it has a decode kernel only"):
         select(["DECODE_SPLIT_KV_VERSION_1"], "cpu")
+    with pytest.raises(RequestError, match="on cpu: it has no decode kernel"):
+        select(["CUSTOM_CUDA_VERSION_1"], "cpu", decode=True)
     with pytest.raises(RequestError, match="the kernels of decode only decode"):
         selection.versions_of("decode")
 
