@@ -30,11 +30,11 @@ docs: $(VENV)/installed
 	$(BIN)/python scripts/plot_results.py
 
 # The newest results of the float32 ladder; its accesses are counted again.
+SHOWN := kernel-fp32 kernel-fp32-later kernel-fp32-split profile-fp32 profile-fp32-128 inspect-fp32 \
+	predict-fp32 stalls-fp32
 newest = $(lastword $(sort $(wildcard results/*_$(1).json)))
 report: $(VENV)/installed
-	$(BIN)/gpt2-infer report --family fp32 $(call newest,kernel-fp32*) $(call newest,profile-fp32) \
-		$(call newest,profile-fp32-128) $(call newest,inspect-fp32) $(call newest,predict-fp32) \
-		$(call newest,stalls-fp32)
+	$(BIN)/gpt2-infer report --family fp32 $(foreach name,$(SHOWN),$(call newest,$(name)))
 
 # Needs Python 3.11. SITE_URL is where the site will be.
 site: report
