@@ -43,11 +43,11 @@ register_ladder(
 
 # The lengths up to which another version is the fastest: see kernel-fp32, kernel-fp32-later,
 # kernel-fp32-128, kernel-shapes and kernel-fp16-later in results/.
-SHORTEST, SHORT = 128, 256
+SHORTEST, SHORT = 64, 256
 FLOAT32_CHOICE = (
-    f"float32: version 15 up to {SHORTEST} tokens; on compute capability 9.0 version 30 with "
-    f"head_dim 64, and 34 with head_dim 128 and more than {SHORT} tokens; otherwise version 15 up "
-    f"to {SHORT} tokens, version 25 for more. On GPUs before 8.0 the last version that fits"
+    f"float32: version 15 up to {SHORTEST} tokens; for more, on compute capability 9.0 version 36 "
+    f"with head_dim 64, and 34 with 128; otherwise version 15 up to {SHORT} tokens, version 25 for "
+    "more. On GPUs before 8.0 the last version that fits"
 )
 FLOAT16_CHOICE = (
     f"float16: on compute capability 9.0, HOPPER_VERSION_4 for more than {SHORT} tokens, or 8 with "
@@ -92,9 +92,8 @@ def _candidates(alias: str, dtype: torch.dtype, head_dim: int, most: int | None)
     if alias == "CUSTOM_CUDA":
         if most == SHORTEST:
             yield "CUSTOM_CUDA_VERSION_15"
-        yield "CUSTOM_CUDA_VERSION_30"  # head_dim 64
-        if most is None:
-            yield "CUSTOM_CUDA_VERSION_34"  # head_dim 128
+        yield "CUSTOM_CUDA_VERSION_36"  # head_dim 64
+        yield "CUSTOM_CUDA_VERSION_34"  # head_dim 128
         if most == SHORT:
             yield "CUSTOM_CUDA_VERSION_15"
         yield "CUSTOM_CUDA_VERSION_25"

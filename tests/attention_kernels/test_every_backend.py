@@ -343,7 +343,7 @@ def test_everything_unsupported_is_refused_at_once(spec, dtype, device):
 
 def registers_an_op(spec: BackendSpec) -> bool:
     """Return whether to test the op; those of all version files are registered in one place."""
-    tested = (FP32[0], "CUSTOM_CUDA_VERSION_30", STRIDED_HALF[0])
+    tested = (FP32[0], "CUSTOM_CUDA_VERSION_36", STRIDED_HALF[0])
     return spec.name in tested or spec.family in ("triton", "numpy")
 
 
@@ -390,7 +390,7 @@ def test_torch_compile_fullgraph(spec, dtype, device):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* available but not enabled")
-@each(lambda spec: spec.name == "CUSTOM_CUDA_VERSION_30")
+@each(lambda spec: spec.name == "CUSTOM_CUDA_VERSION_36")
 def test_inductor_runs_what_it_compiles(spec, dtype, device):
     usable_head_dims(spec, dtype, device)
     if device == "cuda":

@@ -101,7 +101,7 @@ def test_racecheck_does_not_judge_hoppers_instructions(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: "compute-sanitizer")
     monkeypatch.setattr(sanitizers, "compute_sanitizer", lambda tool, names, _: [(tool, *names)])
     assert sanitize(["HOPPER_VERSION_2"], "cuda") == [("memcheck", "HOPPER_VERSION_2")]
-    both = ["CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_30"]
+    both = ["CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_36"]
     expected = [("memcheck", *both), ("racecheck", "CUSTOM_CUDA_VERSION_1")]
     assert sanitize(both, "cuda") == expected
 
