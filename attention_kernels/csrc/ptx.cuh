@@ -97,6 +97,29 @@ inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Bar
       : "memory");
 }
 
+// A policy for data that leave the L2 cache before others, and copies by such a policy; copy_async()
+// is __pipeline_memcpy_async() of 16 bytes.
+using CachePolicy = uint64_t;
+inline __device__ CachePolicy evict_first() {
+  CachePolicy policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+inline __device__ void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barrier,
+                                 CachePolicy policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+inline __device__ void copy_async(void* to, const void* from, CachePolicy policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+      "l"(from), "l"(policy)
+      : "memory");
+}
+
 // Starts to load the 128-byte line at an address into L2.
 inline __device__ void prefetch(const void* line) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line));

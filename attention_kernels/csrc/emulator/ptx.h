@@ -9,14 +9,20 @@
 
 #include "barrier.h"
 #include "cluster.h"
+#include "cuda_pipeline.h"
 #include "mma.h"
 
 #pragma GCC visibility push(hidden)
 
 namespace attention::ptx {
 
+// There is no L2 cache.
+using CachePolicy = uint64_t;
+inline CachePolicy evict_first() { return 0; }
+
 __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsigned bytes,
-                                                Barrier* barrier, ATTENTION_EMULATOR_SITE) {
+                                                Barrier* barrier, CachePolicy = 0,
+                                                ATTENTION_EMULATOR_SITE) {
   emulator::Block& block = *emulator::this_fiber().block;
   const emulator::Site site{"copy_bulk", file, line};
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0) {
@@ -29,6 +35,11 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
     block.races->release(barrier);  // the copy's last action
   }
   begin_copy({to, from, bytes, barrier, site}, __builtin_return_address(0));
+}
+
+ATTENTION_EMULATOR_INLINE void copy_async(void* to, const void* from, CachePolicy,
+                                          ATTENTION_EMULATOR_SITE) {
+  __pipeline_memcpy_async(to, from, 16, 0, file, line);
 }
 
 inline void prefetch(const void*) {}

@@ -154,7 +154,8 @@ struct Tiles {
         ptx::barrier_arrive(arrived);
     }
     __syncwarp();
-    if (lane < count) ptx::copy_bulk(to + lane * (bytes / 16), from, bytes, arrived);
+    if (lane < count)
+      ptx::copy_bulk(to + lane * (bytes / 16), from, bytes, arrived, ptx::evict_first());
   }
 };
 static_assert(kParts <= 32 && kMostUnits <= 32);

@@ -20,6 +20,9 @@
 //         instructions for larger batches in float32. The one kernel has no launches between
 //         layers, and requests weights as soon as it has room for them.
 //
+// Weights leave the L2 cache first, since a step reads them once; so keys, values, vectors and what
+// blocks exchange stay there.
+//
 // Sums are in float32, in an order that depends neither on timing nor on the other rows of the
 // batch. 16-bit weights are multiplied on tensor cores, so activations are rounded to 16 bits, too.
 // The file is built for one model shape and batch size; fused.py sets the macros.
@@ -519,7 +522,8 @@ struct BulkWeights {
       ptx::barrier_init(&arrived, 1);
       ptx::barrier_init_fence();
       ptx::barrier_expect(&arrived, kBytes);
-      ptx::copy_bulk(to, packed + int64_t{blockIdx.x} * P::K * P::kColumns, kBytes, &arrived);
+      ptx::copy_bulk(to, packed + int64_t{blockIdx.x} * P::K * P::kColumns, kBytes, &arrived,
+                     ptx::evict_first());
     }
   }
   __device__ void await(int step) {
@@ -980,7 +984,7 @@ struct Ring {
     return p.head + int64_t{min(asked * kRows + r, kVocab - 1)} * kEmbd;
   }
   __device__ void copy(int chunk, const Element* from) {
-    __pipeline_memcpy_async(slot(asked_stage, chunk), from, 16);
+    ptx::copy_async(slot(asked_stage, chunk), from, ptx::evict_first());
   }
   // copies() copies the lane's chunks of the next stage.
   template <typename Copies>
