@@ -2,9 +2,10 @@
 
 ninja runs the compilers in a temporary folder. The library is moved into the cache atomically,
 under a name with a digest of everything that went into it: compilers, flags, and the contents of
-the version file and of the files it includes. A library with that name is reused. So dates are
-never compared, no library is ever overwritten, and a killed build leaves nothing harmful behind.
-The lock only keeps two processes from doing the same work.
+the version file and of the files it includes. A library with that name is reused, for the emulator
+also by other copies of the sources. So dates are never compared, no library is ever overwritten,
+and a killed build leaves nothing harmful behind. The lock only keeps two processes from doing the
+same work.
 
 Code from the cache runs in this process, so, like ssh with its keys, nothing is loaded that another
 user owns or could have written. The last bytes of each file are the SHA-256 of the rest, so that a
@@ -297,7 +298,7 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
     flags, csrc, extra = compile_flags(version, target, arch), csrc_of(version), extra_flags()
     gxx = str(find_gxx())
     compilers = [identity(name) for name in sorted({flags[0], gxx})]
-    torch = importlib.metadata.version("torch"), _torch_folder()
+    torch = importlib.metadata.version("torch"), (_torch_folder() / "version.py").read_text("utf-8")
     common: list[object] = [gxx, compilers, extra, *torch]
     if target == "cuda":
         common += [os.environ.get(name) for name in FLAGS[1:]]
@@ -305,12 +306,22 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
         where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
-    contents = digests([csrc / "binding.cpp"], csrc, extra)
-    binding = digest_name(f"binding-{target}", binding_flags(target, csrc), common, contents)
-    contents = digests([version.path], csrc, extra)
+
+    def named(name: str, file: Path, flags: Sequence[str], *more: object) -> str:
+        contents = digests([file], csrc, extra)
+        # A profiler opens the files that a library for a GPU names. One for the emulator is the
+        # same in whichever folder the sources are.
+        if target == "emulator":
+            flags = [flag.replace(str(csrc), "csrc") for flag in flags]
+            files = sorted((Path(path).name, digest) for path, digest in contents.items())
+            return digest_name(name, flags, files, *more)
+        return digest_name(name, flags, contents, *more)
+
+    source, shared = csrc / "binding.cpp", binding_flags(target, csrc)
+    binding = named(f"binding-{target}", source, shared, common)
     # Several machines may share the cache.
     native = native_macros(gxx) if "-march=native" in flags else ""
-    stem = digest_name(f"{version.op}-{where}", flags, binding, contents, native)
+    stem = named(f"{version.op}-{where}", version.path, flags, binding, native)
     label = f"{label or version.path.name} for {purpose}"
     return _Plan(version, target, arch, label, stem, binding)
 

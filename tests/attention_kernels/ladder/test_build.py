@@ -6,6 +6,7 @@ import errno
 import io
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from multiprocessing.process import BaseProcess
@@ -74,6 +75,15 @@ def test_another_compiler_or_torch_causes_a_rebuild(first, calls, monkeypatch):
     replace_compiler()
     libraries.add(build.build(first, "emulator"))
     assert len(libraries) == 3
+
+
+def test_a_copy_of_the_sources_is_a_hit(csrc, first, calls, tmp_path, monkeypatch):
+    library = build.build(first, "emulator")
+    calls()
+    copy = shutil.copytree(csrc, tmp_path / "copy")
+    monkeypatch.setattr(header, "CSRC", copy)
+    assert build.build(header.versions(copy / "fp32")[0], "emulator") == library
+    assert not calls()
 
 
 @pytest.mark.parametrize("folder", ["fp32", ".", "fp32/a b"])
