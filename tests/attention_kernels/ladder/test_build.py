@@ -77,6 +77,17 @@ def test_another_compiler_or_torch_causes_a_rebuild(first, calls, monkeypatch):
     assert len(libraries) == 3
 
 
+def test_an_object_file_of_a_source_that_changes_is_not_kept(csrc, calls):
+    compiler = Path(os.environ["CXX"])
+    text = compiler.read_text()
+    change = f"echo // more >> {csrc}/attention.h; until "
+    compiler.write_text(text.replace("until ", change))
+    with pytest.raises(BuildError, match=r"binding\.cpp, or what it includes, changed while"):
+        build.object_file(csrc, "binding.cpp")
+    compiler.write_text(text)
+    assert build.object_file(csrc, "binding.cpp").exists()
+
+
 def test_a_copy_of_the_sources_is_a_hit(csrc, first, calls, tmp_path, monkeypatch):
     library = build.build(first, "emulator")
     calls()
