@@ -30,6 +30,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: nothin
 # Also for every process that a test starts: the workers of xdist already use every core.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Otherwise each of those processes, and each worker of xdist, compiles all modules and tests again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 gc.disable()  # while torch and transformers are imported: their objects live to the end
 

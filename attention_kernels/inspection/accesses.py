@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,20 +139,23 @@ def record(
     element = getattr(torch, version.dtype).itemsize
     sizes = (batch, seqlen, num_heads, head_dim, element, int(is_causal))
     arguments = [*map(str, sizes), version.layout]
-    with tempfile.TemporaryDirectory() as folder:
+    source, command = "recorders/accesses.cpp", [*flags, *_FLAGS.split()]
+
+    def build_recorder(program: Path) -> None:
         # Both objects contain the emulator's functions. The linker takes those of the first
         # object, which are not instrumented.
-        recorder = build.object_file(csrc, "recorders/accesses.cpp", "-fno-pie", "-O1")
-        objects = [str(recorder), f"{folder}/kernel.o"]
+        recorder = build.object_file(csrc, source, "-fno-pie", "-O1")
+        objects = [str(recorder), f"{program}.o"]
         # Unoptimized, so that the program makes every access of the source, in the same order.
-        compilers.output_of(
-            [*flags, *_FLAGS.split(), "-x", "c++", "-c", str(version.path), "-o", objects[1]]
-        )
-        command = [flags[0], "-no-pie", *objects, "-o", f"{folder}/recorder", "-pthread", "-ldl"]
-        compilers.output_of(command)
-        file = open(f"{folder}/recorder", "rb")  # noqa: SIM115 - outlives its folder
-    # The folder is deleted before the launch: killing this process leaves nothing behind.
-    with file:
+        compilers.output_of([*command, "-x", "c++", "-c", str(version.path), "-o", objects[1]])
+        options = ["-o", str(program), "-pthread", "-ldl"]
+        compilers.output_of([flags[0], "-no-pie", *objects, *options])
+
+    def name() -> str:
+        files = [version.path, csrc / source]
+        return build.digest_of(f"accesses-{version.op}", files, csrc, command)
+
+    with build.kept(name, "", build_recorder, version.path.name).open("rb") as file:
         program = f"{child.FD}{file.fileno()}"
         label = f"counting accesses of {version.path.name}"
         done = child.run([program, *arguments], timeout_s=timeout_s, label=label)

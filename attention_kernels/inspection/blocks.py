@@ -6,6 +6,7 @@ Integers, predicates and addresses have values; loaded values and floating-point
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -226,30 +227,38 @@ class Blocks:
         active = mask.reshape(-1, WARP)
         first = np.take_along_axis(by_warp, active.argmax(1)[:, None], 1)
         relative = np.where(active, by_warp - (first & ~127), LOW)
+        patterns, row = relative.tobytes(), relative.itemsize * WARP
         found = np.zeros(len(relative), np.int64)
+        index = self.issued[-1].index
         for warp in np.flatnonzero(active.any(1)).tolist():
-            key = size, merges, relative[warp].tobytes()
+            key = size, merges, patterns[warp * row : (warp + 1) * row]
             if key not in self._wavefronts:
                 self._wavefronts[key] = _wavefronts(relative[warp], size, merges)
             found[warp], fewest = self._wavefronts[key]
-            index = self.issued[-1].index
             self.fewest[index] = max(self.fewest[index], fewest)
         self.issued[-1].wavefronts = found
 
     def request_global(self, addresses: Values, one: Instruction) -> None:
         """Count the L1 lines of each warp's request, and the sectors that go to L2."""
         lines, misses = np.zeros((2, self.lanes // WARP), np.int64)
-        ends = np.stack([addresses, addresses + one.size - 1]) >> 5
-        for warp in np.flatnonzero(self.issued[-1].warps).tolist():
-            lanes = slice(warp * WARP, (warp + 1) * WARP)
-            sectors = {*ends[:, lanes][:, self.mask[lanes]].ravel().tolist()}
+        mask = self.mask.reshape(-1, WARP)
+        active = np.flatnonzero(mask.any(1))
+        mask = mask[active]
+        ends = np.stack([addresses, addresses + one.size - 1], 1) >> 5
+        ends = ends.reshape(-1, WARP, 2)[active]
+        first = np.take_along_axis(ends, mask.argmax(1)[:, None, None], 1)
+        sectors = np.sort(np.where(mask[..., None], ends, first).reshape(-1, 2 * WARP))
+        is_other = np.diff(sectors, prepend=-1) != 0
+        lines[active] = 1 + np.count_nonzero(np.diff(sectors >> 2), 1)
+        counts, different = is_other.sum(1).tolist(), iter(sectors[is_other].tolist())
+        for warp, count in zip(active.tolist(), counts, strict=True):
+            touched = [*itertools.islice(different, count)]
             seen = self.seen[warp // self.warps]
-            lines[warp] = len({sector >> 2 for sector in sectors})
-            new = sectors if one.base in STORES else sectors - seen
+            new = touched if one.base in STORES else [x for x in touched if x not in seen]
             misses[warp] = len(new)
             if new and one.base not in STORES:
-                self.fetched[min(new) >> 35] += len(new)
-            seen |= sectors
+                self.fetched[new[0] >> 35] += len(new)
+            seen.update(touched)
         self.issued[-1].lines, self.issued[-1].misses = lines, misses
 
 

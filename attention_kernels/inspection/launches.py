@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,17 +79,23 @@ def case_faults(
     return faults
 
 
-def build_recorder(version: VersionHeader, folder: Path) -> Path:
-    """Build the program that records a version's launches; raises BuildError."""
-    flags = compilers.compile_flags(version, "emulator", "")
+def build_recorder(version: VersionHeader) -> Path:
+    """Return the program that records a version's launches; raises BuildError."""
     csrc = header.csrc_of(version)
-    program = folder / "recorder"
-    runtime = build.object_file(csrc, "emulator/runtime.cpp", "-O0")
-    recorder = str(csrc / "recorders" / "launches.cpp")
-    source = f'-DATTENTION_SOURCE="{version.path}"'
-    link = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
-    compilers.output_of([*flags, "-O0", source, recorder, str(runtime), *link])
-    return program
+    command = [*compilers.compile_flags(version, "emulator", ""), "-O0"]
+    runtime, recorder = "emulator/runtime.cpp", csrc / "recorders" / "launches.cpp"
+
+    def link(program: Path) -> None:
+        source = f'-DATTENTION_SOURCE="{version.path}"'
+        objects = [str(recorder), str(build.object_file(csrc, runtime, "-O0"))]
+        options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
+        compilers.output_of([*command, source, *objects, *options])
+
+    def name() -> str:
+        files = [version.path, recorder, csrc / runtime]
+        return build.digest_of(f"launches-{version.op}", files, csrc, command)
+
+    return build.kept(name, "", link, version.path.name)
 
 
 def record(
@@ -137,5 +142,4 @@ def _triple(text: str) -> Triple:
 
 def launches_of(version: VersionHeader, head_dims: Iterable[int]) -> list[Launch]:
     """Build a recorder and return the version's launches for one head of 1,024 tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        return record(version, build_recorder(version, Path(folder)), head_dims)
+    return record(version, build_recorder(version), head_dims)

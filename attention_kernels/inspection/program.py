@@ -95,7 +95,7 @@ def compile_program(
     """Compile a version to kernel.cubin in a folder, with additional flags for nvcc."""
     compiled = compile_version(version, gpu.arch, folder, *flags)
     text = compilers.output_of([find_disassembler(), "-sass", str(folder / "kernel.cubin")])
-    recorder = launches.build_recorder(version, folder)
+    recorder = launches.build_recorder(version)
     code = sass.parse(text)
     program = version.path, version.label, gpu, code, compiled, True
     return VersionProgram(*program, version=version, recorder=recorder)

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from attention_kernels.inspection.blocks import WARP
 from attention_kernels.inspection.launches import Launch, launches_of
-from attention_kernels.ladder import compilers
-from attention_kernels.ladder.compilers import BuildError
-from attention_kernels.ladder.header import VersionHeader
+from attention_kernels.ladder import build, compilers
+from attention_kernels.ladder.compilers import FLAGS, BuildError
+from attention_kernels.ladder.header import VersionHeader, csrc_of
 
 ARCHS = ("75", "80", "90", "120")
 REGISTERS_PER_SM = 65536
@@ -201,10 +201,25 @@ def compile_version(
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
             return compile_version(version, arch, Path(temporary), *more)
-    flags = compilers.compile_flags(version, "cuda", arch, folder)
-    source = f"{compilers.shell_safe(version.path.parent, folder)}/{version.path.name}"
-    command = [*flags, *more, "-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
-    return parse_ptxas(compilers.output_of(command, str(folder)))
+    flags = [*compilers.compile_flags(version, "cuda", arch, folder), *more]
+
+    def compile_to(output: Path) -> None:
+        """Write ptxas's report, a zero byte and the machine code."""
+        source = f"{compilers.shell_safe(version.path.parent, folder)}/{version.path.name}"
+        options = ["-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
+        report = compilers.output_of([*flags, *options], str(folder))
+        output.write_bytes(report.encode() + b"\0" + (folder / "kernel.cubin").read_bytes())
+
+    def name() -> str:
+        others = [version.path] if more else []  # a line table names the file
+        settings = compilers.identity(str(compilers.find_gxx())), *map(os.environ.get, FLAGS)
+        name, csrc = f"{version.op}-sm_{arch}", csrc_of(version)
+        return build.digest_of(name, [version.path], csrc, flags, [], *settings, *others)
+
+    kept = build.kept(name, ".cubin", compile_to, version.path.name)
+    report, _, code = kept.read_bytes()[: -build.DIGEST_BYTES].partition(b"\0")
+    (folder / "kernel.cubin").write_bytes(code)
+    return parse_ptxas(report.decode())
 
 
 def compile_summary(version: VersionHeader, arch: str) -> str:

@@ -2,9 +2,10 @@
 
 ninja runs the compilers in a temporary folder. The library is moved into the cache atomically,
 under a name with a digest of everything that went into it: compilers, flags, and the contents of
-the version file and of the files it includes. A library with that name is reused. So dates are
-never compared, no library is ever overwritten, and a killed build leaves nothing harmful behind.
-The lock only keeps two processes from doing the same work.
+the version file and of the files it includes. A library with that name is reused, for the emulator
+also by other copies of the sources. So dates are never compared, no library is ever overwritten,
+and a killed build leaves nothing harmful behind. The lock only keeps two processes from doing the
+same work.
 
 Code from the cache runs in this process, so, like ssh with its keys, nothing is loaded that another
 user owns or could have written. The last bytes of each file are the SHA-256 of the rest, so that a
@@ -30,7 +31,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,7 @@ from attention_kernels.ladder.compilers import (
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
 LOCK_TIMEOUT_S = 300.0
+DIGEST_BYTES = hashlib.sha256().digest_size  # at the end of each file in the cache
 # Sanitizer checks whose failures csrc/emulator/faults.cpp handles.
 EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
 # Compiling takes longer than most emulated launches. Inlining as at -O2: a bound is checked only
@@ -148,19 +150,35 @@ def object_file(csrc: Path, source: str, *flags: str) -> Path:
 
     It is from the cache or newly compiled by g++. Raises BuildError.
     """
-    command = [*binding_flags("emulator", csrc), *flags, "-c", str(csrc / source)]
-    contents = sorted(digests([csrc / source], csrc, []).values())  # in whichever folder
-    stem = digest_name(Path(source).stem, command[0], identity(command[0]), flags, contents)
-    cache = cache_dir()
-    if found := _find(cache / f"{stem}.o"):
+    command = [*binding_flags("emulator", csrc), *flags]
+
+    def compile_to(output: Path) -> None:
+        output_of([*command, "-c", str(csrc / source), "-o", str(output)])
+
+    def name() -> str:
+        return digest_of(Path(source).stem, [csrc / source], csrc, command)
+
+    return kept(name, ".o", compile_to, source)
+
+
+def kept(name: Callable[[], str], suffix: str, make: Callable[[Path], None], label: str) -> Path:
+    """Return a file of the cache, made by make(its path) if it is missing.
+
+    name: digest_of() the sources, which must not change meanwhile. label: their name in messages.
+    The last DIGEST_BYTES of the file are not its own. Raises BuildError.
+    """
+    stem, cache = name(), cache_dir()
+    if found := _find(cache / f"{stem}{suffix}"):
         return found
     cache = _writable(cache)
-    with _lock(cache / f"{stem}.lock", source):
-        if found := _find(cache / f"{stem}.o"):
+    with _lock(cache / f"{stem}.lock", label):
+        if found := _find(cache / f"{stem}{suffix}"):
             return found
         with tempfile.TemporaryDirectory(prefix=f"{stem}.build-", dir=cache) as folder:
-            output = Path(folder) / f"{stem}.o"
-            output_of([*command, "-o", str(output)])
+            output = Path(folder) / f"{stem}{suffix}"
+            make(output)
+            if name() != stem:
+                raise BuildError(f"{label}, or what it includes, changed while it was built")
             return _keep(output, cache)
 
 
@@ -277,8 +295,8 @@ def _find(file: Path) -> Path | None:
         contents = file.read_bytes()
     except OSError:  # usually a missing file; otherwise the build will report what is wrong
         return None
-    size = hashlib.sha256().digest_size
-    return file if hashlib.sha256(contents[:-size]).digest() == contents[-size:] else None
+    is_intact = hashlib.sha256(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]
+    return file if is_intact else None
 
 
 def _keep(output: Path, cache: Path) -> Path:
@@ -297,7 +315,7 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
     flags, csrc, extra = compile_flags(version, target, arch), csrc_of(version), extra_flags()
     gxx = str(find_gxx())
     compilers = [identity(name) for name in sorted({flags[0], gxx})]
-    torch = importlib.metadata.version("torch"), _torch_folder()
+    torch = importlib.metadata.version("torch"), (_torch_folder() / "version.py").read_text("utf-8")
     common: list[object] = [gxx, compilers, extra, *torch]
     if target == "cuda":
         common += [os.environ.get(name) for name in FLAGS[1:]]
@@ -305,12 +323,18 @@ def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Pla
         where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
-    contents = digests([csrc / "binding.cpp"], csrc, extra)
-    binding = digest_name(f"binding-{target}", binding_flags(target, csrc), common, contents)
-    contents = digests([version.path], csrc, extra)
+
+    def named(name: str, file: Path, flags: Sequence[str], *more: object) -> str:
+        if target == "emulator":
+            return digest_of(name, [file], csrc, flags, extra, *more)
+        # Also with the folders: a profiler opens the files that a library for a GPU names.
+        return digest_name(name, flags, digests([file], csrc, extra), *more)
+
+    source, shared = csrc / "binding.cpp", binding_flags(target, csrc)
+    binding = named(f"binding-{target}", source, shared, common)
     # Several machines may share the cache.
     native = native_macros(gxx) if "-march=native" in flags else ""
-    stem = digest_name(f"{version.op}-{where}", flags, binding, contents, native)
+    stem = named(f"{version.op}-{where}", version.path, flags, binding, native)
     label = f"{label or version.path.name} for {purpose}"
     return _Plan(version, target, arch, label, stem, binding)
 
@@ -336,6 +360,24 @@ def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str
         names = [*map(os.fsdecode, INCLUDE.findall(text))]
         wanted |= {os.path.normpath(f"{folder}/{name}") for folder in folders for name in names}
     return dict(sorted(found.items()))
+
+
+def digest_of(
+    name: str,
+    files: Iterable[Path],
+    csrc: Path,
+    command: Sequence[str],
+    extra: Sequence[str] = (),
+    *more: object,
+) -> str:
+    """Return the name with a digest of all that a command makes of files and what they include.
+
+    In whichever folder csrc is, the digest is the same. extra: flags of the user's.
+    """
+    words = [word.replace(str(csrc), "csrc") for word in command]
+    contents = digests(files, csrc, extra)
+    found = sorted((Path(path).name, digest) for path, digest in contents.items())
+    return digest_name(name, identity(command[0]), words, found, extra, *more)
 
 
 def digest_name(name: str, *parts: object) -> str:

@@ -10,23 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.op import load_op
-from tests.conftest import shared_by_workers
 
 PROBE = Path(__file__).parent / "probe" / "emulator.cpp"
 
 
 @pytest.fixture(scope="session")
-def probe(tmp_path_factory) -> Callable[..., str]:
+def probe() -> Callable[..., str]:
     """Build emulator.cpp; call(name, *arguments) returns a message, empty for success."""
     gxx = compilers.find_gxx() or pytest.skip("needs g++")
     csrc, flags = header.CSRC, ["-std=c++17", "-O0", "-fPIC", "-shared", "-DATTENTION_EMULATOR"]
     command = [gxx, *flags, "-Wall", "-Wextra", "-Werror", f"-I{csrc}/emulator", f"-I{csrc}"]
-    with shared_by_workers(tmp_path_factory, "probe.so") as library:
-        if not library.exists():
-            command += [str(PROBE), "-o", str(library), "-pthread", "-ldl"]
-            subprocess.run(command, check=True)
+
+    def compile_to(library: Path) -> None:
+        words = [*command, str(PROBE), "-o", str(library), "-pthread", "-ldl"]
+        subprocess.run(words, check=True)
+
+    def name() -> str:
+        return build.digest_of("probe", [PROBE], csrc, command)
+
+    library = build.kept(name, ".so", compile_to, PROBE.name)
     functions = ctypes.CDLL(str(library))
 
     def call(name: str, *arguments: torch.Tensor | int) -> str:

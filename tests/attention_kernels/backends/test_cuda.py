@@ -58,11 +58,11 @@ def test_keys_are_split_for_the_blocks_that_fit(arch, head_dim, parts, recorder_
 
 
 @pytest.fixture(scope="module")
-def recorder_of_25(tmp_path_factory):
+def recorder_of_25():
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
     version = get_backend("CUSTOM_CUDA_VERSION_25").version
-    return launches.build_recorder(version, tmp_path_factory.mktemp("recorder"))
+    return launches.build_recorder(version)
 
 
 @on_every_device

@@ -108,10 +108,10 @@ def test_no_layout_of_fragments_is_assumed(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_tiles_of_the_last_version_where_blocks_do_not_fill_the_device(tmp_path, monkeypatch):
+def test_the_tiles_of_the_last_version_where_blocks_do_not_fill_the_device(monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "132")
     spec = usable(NAMES[-1], "cpu")
-    recorder = launches.build_recorder(spec.version, tmp_path)
+    recorder = launches.build_recorder(spec.version)
     for arch, keys in (  # with 64, 99 and 227 KB of shared memory
         ("75", {32: 128, 64: 64, 128: 32}),
         ("86", {32: 128, 64: 128, 128: 32}),

@@ -318,21 +318,29 @@ def test_a_killed_process_leaves_no_process_and_no_folder(tmp_path):
     )
     command = [sys.executable, "-c", program, str(file)]
 
-    def recorders():
-        """Return the running programs of the temporary folder, which the child started."""
+    def recorders() -> list[Path]:
+        """Return the recorders that the child has started."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended or is another user's
-                found.append(os.readlink(process / "exe"))
-        return [name for name in found if str(temporary) in name]
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == running.pid and "accesses-" in os.readlink(process / "exe"):
+                    found.append(process)
+        return found
+
+    def has_ended(process: Path) -> bool:
+        try:
+            return "accesses-" not in os.readlink(process / "exe")
+        except OSError:
+            return True
 
     with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(temporary)}) as running:
-        while not any("recorder" in name for name in recorders()):
+        while not (started := recorders()):
             assert running.poll() is None
             time.sleep(0.05)
         running.kill()
     assert list(temporary.iterdir()) == []
     deadline = time.monotonic() + 60
-    while recorders() and time.monotonic() < deadline:
+    while not all(map(has_ended, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert recorders() == []
+    assert all(map(has_ended, started))

@@ -176,7 +176,7 @@ def test_the_ends_of_blocks_are_observed_as_often_as_their_loops(monkeypatch):
 def test_a_version_is_explained_line_by_line():
     """The prediction is that of the code without a line table."""
     version = ladder.versions()["CUSTOM_CUDA_VERSION_2"]
-    case = CASE._replace(seqlen=48, num_heads=1)
+    case = CASE._replace(seqlen=16, num_heads=1)
     found = explain.explain(version, H200, case)
     (plain,) = predict.predict(version, H200, [case])
     assert found.prediction == plain

@@ -315,7 +315,7 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up():
 def test_a_kernel_that_starts_early_is_predicted_as_well():
     """Block 0 of v17's second kernel joins nothing, so blocks along the first axis differ."""
     version = ladder.versions()["CUSTOM_CUDA_VERSION_17"]
-    (found,) = predict.predict(version, H200, [CASE._replace(seqlen=512)])
+    (found,) = predict.predict(version, H200, [CASE._replace(seqlen=192)])
     assert found.launches == 2
 
 
@@ -406,7 +406,7 @@ def test_the_load_store_unit_is_named_after_its_work(shared, lines, shuffles, bo
 def test_a_version_without_shared_memory_needs_no_time_for_it():
     folder = ROOT / "examples" / "my_backend" / "src" / "my_backend"
     version = parse_header(folder / "v01_warp_per_row.cu")
-    (found,) = predict.predict(version, H200, [CASE._replace(seqlen=256, head_dim=32)])
+    (found,) = predict.predict(version, H200, [CASE._replace(seqlen=64, head_dim=32)])
     assert found.needs_us["shared memory"] == 0
     assert found.needs_us["load-store unit"] > found.needs_us["L1"] > 0
     assert found.bound != "shared memory"

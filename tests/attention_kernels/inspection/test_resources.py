@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +66,11 @@ def test_every_version_compiles_without_spills(builds, tmp_path):
     Versions are compiled together because nvcc takes longer for its headers than for a simple one.
     """
     assert not any("__CUDA_ARCH__" in one.path.read_text("utf-8") for one in builds)
-    lines = (f'#define ATTENTION_VERSION {one.op}\n#include "{one.path}"\n' for one in builds)
+    files = [one.path.relative_to(header.CSRC) for one in builds]
+    lines = (
+        f'#define ATTENTION_VERSION {one.op}\n#include "{file}"\n'
+        for one, file in zip(builds, files, strict=True)
+    )
     file = tmp_path / "v01_together.cu"
     file.write_text("".join(f"#undef ATTENTION_VERSION\n{line}" for line in lines))
     together = dataclasses.replace(builds[0], path=file)
@@ -89,6 +94,32 @@ def test_the_last_version_of_a_ladder_on_later_architectures(version):
         if row.head_dim <= 64:
             assert row.blocks > 0
     assert version.label in resources.format_table(rows)
+
+
+@pytest.mark.skipif(compilers.find_gxx() is None, reason="needs a compiler to ask for its version")
+def test_a_version_is_compiled_once_and_again_if_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compilers, "find_nvcc", compilers.find_gxx)
+    compiled = []
+
+    def output_of(command, folder):
+        compiled.append(command)
+        (Path(folder) / "kernel.cubin").write_bytes(b"\0code")
+        spills = "0 bytes spill stores, 0 bytes spill loads"
+        return f"Compiling entry function 'k' {spills} Used 9 registers"
+
+    monkeypatch.setattr(compilers, "output_of", output_of)
+    file = tmp_path / "v01_mine.cu"
+    file.write_bytes(VERSIONS[0].path.read_bytes())
+    for times, folder in (1, "a"), (1, "b"), (2, "c"):
+        (tmp_path / folder).mkdir()
+        if times == 2:
+            file.write_text(f"{file.read_text()}\n")
+        version = header.parse_header(file)
+        found = resources.compile_version(version, "90", tmp_path / folder)
+        assert found == {"k": resources.Compiled(9, 0, 0, 0)}
+        assert (tmp_path / folder / "kernel.cubin").read_bytes() == b"\0code"
+        assert len(compiled) == times
 
 
 @needs_nvcc

@@ -6,6 +6,7 @@ import errno
 import io
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from multiprocessing.process import BaseProcess
@@ -74,6 +75,26 @@ def test_another_compiler_or_torch_causes_a_rebuild(first, calls, monkeypatch):
     replace_compiler()
     libraries.add(build.build(first, "emulator"))
     assert len(libraries) == 3
+
+
+def test_an_object_file_of_a_source_that_changes_is_not_kept(csrc, calls):
+    compiler = Path(os.environ["CXX"])
+    text = compiler.read_text()
+    change = f"echo // more >> {csrc}/attention.h; until "
+    compiler.write_text(text.replace("until ", change))
+    with pytest.raises(BuildError, match=r"binding\.cpp, or what it includes, changed while"):
+        build.object_file(csrc, "binding.cpp")
+    compiler.write_text(text)
+    assert build.object_file(csrc, "binding.cpp").exists()
+
+
+def test_a_copy_of_the_sources_is_a_hit(csrc, first, calls, tmp_path, monkeypatch):
+    library = build.build(first, "emulator")
+    calls()
+    copy = shutil.copytree(csrc, tmp_path / "copy")
+    monkeypatch.setattr(header, "CSRC", copy)
+    assert build.build(header.versions(copy / "fp32")[0], "emulator") == library
+    assert not calls()
 
 
 @pytest.mark.parametrize("folder", ["fp32", ".", "fp32/a b"])
