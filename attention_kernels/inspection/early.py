@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from attention_kernels.inspection import execution
 from attention_kernels.inspection.asynchronous import is_test
@@ -29,6 +30,8 @@ from attention_kernels.inspection.program import Program, run_blocks
 from attention_kernels.inspection.resources import resident_blocks
 
 _WAIT, _ALLOW = "ACQBULK", "PREEXIT"  # griddepcontrol.wait and .launch_dependents
+_Spans: TypeAlias = Sequence[tuple[float, float]]
+"""Times from a begin to an end."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Link:
     """From the end of the previous kernel on, if all of that has arrived."""
     last_us: float
     """From the arrival of what it asked for on."""
+    slowed_us: float = 0.0
+    """What its work takes longer while memory is read at full bandwidth."""
     assumed: tuple[str, ...] = ()
     """Instructions whose time or result was assumed."""
 
@@ -85,8 +90,10 @@ def link_of(program: Program, launch: Launch, places: Collection[int]) -> Link:
     # What no kernel of the chain has written is in memory.
     begins = [warp[:wait] for warp, wait in zip(work.warps, waits, strict=True)]
     first_cycles = cycles(dataclasses.replace(work, warps=begins), gpu.memory_latency, [])
-    miss = gpu.l2_latency if any(waits) else gpu.memory_latency
-    after = cycles(work, miss, waits) / per_us
+    miss = gpu.fresh_latency if any(waits) else gpu.memory_latency
+    after = slowed = cycles(work, miss, waits) / per_us
+    if any(waits) and gpu.busy_latency != miss:
+        slowed = cycles(work, gpu.busy_latency, waits) / per_us
     read = SECTOR * sum(blocks.fetched[place] for place in places) / gpu.memory_gb_s / 1e3
     if any(tests):  # a copy is waited for where its barrier is tested
         last = cycles(work, miss, tests) / per_us
@@ -101,6 +108,7 @@ def link_of(program: Program, launch: Launch, places: Collection[int]) -> Link:
         asking_us=max(first_cycles, gpu.memory_latency) / per_us,
         work_us=after,
         last_us=last,
+        slowed_us=slowed - after,
         assumed=tuple(execution.assumed([code[at] for at in {one.index for one in blocks.issued}])),
     )
 
@@ -127,23 +135,41 @@ def chain_of(gpu: GpuModel, links: Sequence[Link]) -> Chain:
     A kernel starts when the previous one allows it and its blocks have room next to those of the
     kernels that still run. The first kernel starts after the last of the previous graph.
     """
-    end = allowed = launches = memory = 0.0
+    _, reads = _schedule(gpu, links, [])
+    return _schedule(gpu, links, reads)[0]
+
+
+def _schedule(gpu: GpuModel, links: Sequence[Link], reads: _Spans) -> tuple[Chain, _Spans]:
+    """Return the times of a chain, and when memory is read. reads: when it is, as far as known."""
+    end = allowed = launches = memory = works = 0.0
+    found: list[tuple[float, float]] = []
     running: list[tuple[float, float]] = []  # end and share of each kernel so far
     for link in links:
-        start = max(allowed, _room_at(running, link.share)) + gpu.early_start_us
+        room = _room_at(running, link.share) + gpu.early_room_us
+        start = max(allowed + gpu.early_start_us, room)
         ready = max(start, end + gpu.early_wait_us)
         if not link.is_early:
             start = ready = end + gpu.graph_us
         launches += ready - end
         allowed = start if link.allows_first or not link.is_early else ready
-        end = ready + link.work_us
-        memory = max(memory, start) + link.reading_us  # one kernel's bytes after the other's
+        work = link.work_us + link.slowed_us * _share_of(reads, ready, link.work_us)
+        works += work
+        end = ready + work
+        begin = max(memory, start)
+        memory = begin + link.reading_us  # one kernel's bytes after the other's
+        found.append((begin, memory))
         if link.is_early:
-            latency = gpu.memory_latency / gpu.clock_ghz / 1e3
+            latency = gpu.copy_latency / gpu.clock_ghz / 1e3
             arrived = max(start + link.asking_us, memory + latency * (link.reading_us > 0))
             end = max(end, arrived + link.last_us)
         running.append((end, link.share))
-    return Chain(end, sum(link.work_us for link in links), launches)
+    return Chain(end, works, launches), found
+
+
+def _share_of(spans: _Spans, begin: float, length: float) -> float:
+    """Return the share of a time that lies in any of the spans, which do not overlap."""
+    covered = (min(end, begin + length) - max(first, begin) for first, end in spans)
+    return sum(max(0.0, one) for one in covered) / length if length else 0.0
 
 
 def _room_at(running: Sequence[tuple[float, float]], share: float) -> float:

@@ -35,8 +35,16 @@ class GpuModel:
     l2_bytes_per_cycle: float
     memory_gb_s: float
     launch_us: float
+    fresh_latency: int = 0
+    """Cycles of a load from L2 of what another multiprocessor has just stored."""
+    busy_latency: int = 0
+    """The same while all others read memory at full bandwidth."""
+    copy_latency: int = 0
+    """Cycles until copies by all multiprocessors have arrived, beyond those at full bandwidth."""
     early_start_us: float = 0.0
     """With early launches: how long after the previous kernel allows it a kernel starts."""
+    early_room_us: float = 0.0
+    """How long after there is room for the blocks of an allowed kernel they start."""
     early_wait_us: float = 0.0
     """How long after the end of a kernel the next one, which was launched early, can go on."""
     graph_us: float = 0.0

@@ -36,6 +36,7 @@ _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
 # Cycles from a warp's arrival at a cluster's barrier, with its memory barrier, until it can go on.
 _CLUSTER = 915
+_CLUSTER_ARRIVAL = 0  # of these, how long the warp is held up where it arrives; assumed
 # Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
 # A warp alone needs twice as long for its requests as four schedulers that take turns.
 _PORT = {"shared": 2.0, "shuffle": 4.0}
@@ -422,6 +423,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 watch.arrive(warp, next_at, streams[warp][behind][0])
         elif one.base == "UCGABAR_ARV":
             clusters[warp] = now + _CLUSTER
+            next_at = max(next_at, now + _CLUSTER_ARRIVAL)
         elif one.base == "UCGABAR_WAIT":
             next_at = max(next_at, clusters[warp])
         number = owner[warp]

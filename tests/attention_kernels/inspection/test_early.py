@@ -6,10 +6,17 @@ import dataclasses
 
 import pytest
 
-from attention_kernels.inspection.early import Link, chain_of
+from attention_kernels.inspection.early import Link, _share_of, chain_of
 from attention_kernels.inspection.gpus import gpus
 
-GPU = dataclasses.replace(gpus()["h200"], early_start_us=0.5, early_wait_us=0.7, graph_us=1.0)
+GPU = dataclasses.replace(
+    gpus()["h200"],
+    copy_latency=690,
+    early_start_us=0.5,
+    early_room_us=0.5,
+    early_wait_us=0.7,
+    graph_us=1.0,
+)
 LINK = Link(
     "k",
     is_early=True,
@@ -47,6 +54,13 @@ def test_as_many_kernels_wait_for_memory_at_once_as_have_room():
 def test_all_kernels_share_the_bandwidth_of_memory():
     assert period(reading_us=1.5) == pytest.approx(1.5, abs=0.05)
     assert period(reading_us=1.5, work_us=2.0) == pytest.approx(2.7, abs=0.01)
+
+
+def test_work_takes_longer_while_memory_is_read():
+    assert period(work_us=2.0, slowed_us=1.0) == pytest.approx(2.7, abs=0.01)
+    # Half of its work is done when its weights have been read.
+    assert _share_of([(0.0, 1.0), (2.0, 4.0)], 0.5, 2.0) == pytest.approx(0.5)
+    assert period(reading_us=2.8, work_us=2.0, slowed_us=0.5) == pytest.approx(3.2, abs=0.1)
 
 
 def test_a_kernel_that_allows_the_next_one_after_its_wait_delays_it():
