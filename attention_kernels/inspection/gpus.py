@@ -36,11 +36,12 @@ class GpuModel:
     memory_gb_s: float
     launch_us: float
     fresh_latency: int = 0
-    """Cycles of a load from L2 of what another multiprocessor has just stored."""
-    busy_latency: int = 0
-    """The same while all others read memory at full bandwidth."""
+    """Cycles of a load from L2 of what other multiprocessors have just stored."""
+    line_cycles: float = 0.0
+    """Cycles in which L2 answers one of the blocks that ask for the same line at once."""
     copy_latency: int = 0
-    """Cycles until copies by all multiprocessors have arrived, beyond those at full bandwidth."""
+    """Cycles until the last of the copies by all blocks has arrived, beyond those that the bytes
+    take at full bandwidth."""
     early_start_us: float = 0.0
     """With early launches: how long after the previous kernel allows it a kernel starts."""
     early_room_us: float = 0.0
