@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <vector>
 
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -40,6 +41,9 @@ enum Test {
   kBarrier,
   kFence,
   kArrive,
+  kDoubleAdd,
+  kDoubleFma,
+  kDoubleConvert,
 };
 
 __device__ float sink[1024];
@@ -97,6 +101,19 @@ __device__ void execute(unsigned (&x)[4], unsigned y, unsigned z, unsigned share
         "wait:\nmbarrier.try_wait.shared::cta.b64 done, [%0], state;\n@!done bra wait;\n}" ::"r"(
             shared)
         : "memory");
+  }
+  if (kTest == kDoubleAdd) {
+    asm volatile("{\n.reg .f64 d;\nmov.b64 d, {%0, %1};\nadd.f64 d, d, d;\nmov.b64 {%0, %1}, d;\n}"
+                 : "+r"(x[0]), "+r"(x[1]));
+  }
+  if (kTest == kDoubleFma) {
+    asm volatile(
+        "{\n.reg .f64 d;\nmov.b64 d, {%0, %1};\nfma.rn.f64 d, d, d, d;\nmov.b64 {%0, %1}, d;\n}"
+        : "+r"(x[0]), "+r"(x[1]));
+  }
+  if (kTest == kDoubleConvert) {  // to float64 and back
+    asm volatile("{\n.reg .f64 wide;\ncvt.f64.f32 wide, %0;\ncvt.rn.f32.f64 %0, wide;\n}"
+                 : "+r"(x[0]));
   }
 }
 
@@ -161,6 +178,31 @@ __global__ void chase(long long* cycles, const unsigned* zeros, size_t step, int
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(zeros + i * step + x));
   *cycles = clock64() - begin;
   sink[0] = static_cast<float>(x);
+}
+
+// One lane follows them again and again, past L1.
+__global__ void chase_l2(long long* cycles, const unsigned* zeros, size_t step, int count,
+                         int rounds) {
+  unsigned x = 0;
+  long long begin = 0;
+  for (int round = -1; round < rounds; ++round) {
+    if (round == 0) begin = clock64();
+    for (int i = 0; i < count; ++i)
+      asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(zeros + i * step + x));
+  }
+  *cycles = clock64() - begin;
+  sink[0] = static_cast<float>(x);
+}
+
+// All blocks but the first store to some of the lines that chase() follows, or load them.
+__global__ void touch(unsigned* zeros, size_t step, int count, bool stores) {
+  if (blockIdx.x == 0) return;
+  for (int i = blockIdx.x - 1; i < count; i += gridDim.x - 1) {
+    if (stores)
+      zeros[i * step] = 0;
+    else
+      sink[i] = zeros[i * step];
+  }
 }
 
 __global__ void chase_l1(long long* cycles, const unsigned* zeros) {
@@ -277,20 +319,153 @@ __global__ void early(int before, int after) {
   spin(after);
 }
 
+template <bool kStores>
 __global__ void cluster_barriers(long long* cycles) {
+  __shared__ float there[256];
   long long begin = 0;
   for (int loop = -1; loop < kChain; ++loop) {
     if (loop == 0) begin = clock64();
+    if (kStores) ptx::store_to_block(&there[threadIdx.x], 0, 1.0f);
     ptx::cluster_arrive();
     ptx::cluster_wait();
   }
   if (threadIdx.x == 0 && blockIdx.x == 0) *cycles = clock64() - begin;
 }
 
+// How long a warp is held up where it arrives at a cluster's barrier.
+__global__ void cluster_arrivals(long long* cycles) {
+  long long sum = 0;
+  for (int loop = -1; loop < kChain; ++loop) {
+    const long long begin = clock64();
+    ptx::cluster_arrive();
+    if (loop >= 0) sum += clock64() - begin;
+    ptx::cluster_wait();
+  }
+  if (threadIdx.x == 0 && blockIdx.x == 0) *cycles = sum;
+}
+
+// ---- Chains of kernels that pass on data ---------------------------------------------------------
+
+// Every block copies as many bytes at the same time.
+__global__ void copy_at_once(const unsigned char* from, unsigned bytes, long long* cycles) {
+  ATTENTION_DYNAMIC_SHARED(unsigned char, copied);
+  __shared__ ptx::Barrier arrived;
+  ptx::barrier_init(&arrived, 1);
+  ptx::barrier_init_fence();
+  const long long begin = clock64();
+  ptx::barrier_expect(&arrived, bytes);
+  ptx::copy_bulk(copied, from + size_t{blockIdx.x} * bytes, bytes, &arrived);
+  ptx::barrier_wait(&arrived, 0);
+  cycles[blockIdx.x] = clock64() - begin;
+}
+
+// kSize multiply-adds after the wait. Each kId is a kernel of its own.
+template <int kSize, int kId>
+__global__ void straight_early(long long* cycles, float y) {
+  ptx::allow_next();
+  ptx::wait_for_previous();
+  float x[kSlots] = {};
+  const long long begin = clock64();
+#pragma unroll
+  for (int i = 0; i < kSize; ++i)
+    asm volatile("fma.rn.f32 %0, %0, %1, %1;" : "+f"(x[i % kSlots]) : "f"(y));
+  __syncthreads();
+  if (threadIdx.x == 0) cycles[blockIdx.x] = clock64() - begin;
+  for (float one : x) sink[threadIdx.x] += one;
+}
+
+// What a link does besides loading and waiting.
+struct Link {
+  bool allows_first, reduces, stores;
+  unsigned weights;  // bytes that each block requests before the wait
+};
+
+// What a block has seen: cycles, nanoseconds of a clock that all multiprocessors share, its place.
+struct Seen {
+  long long waited, loaded, reduced, arrived;
+  unsigned long long start_ns, waited_ns, end_ns;
+  unsigned multiprocessor;
+};
+
+__device__ unsigned long long now_ns() {
+  unsigned long long ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+// A kernel like those of the decode step. A block asks for weights, waits for the previous kernel,
+// loads 768 kRows floats that it has stored, computes moments as a LayerNorm does, and waits for the
+// weights; then every thread stores a float. seen: null, or one per block.
+template <int kRows>
+__global__ void __launch_bounds__(256)
+    chain_link(Link is, const unsigned char* weights, const float* from, float* to, Seen* seen) {
+  ATTENTION_DYNAMIC_SHARED(unsigned char, copied);
+  __shared__ ptx::Barrier arrived;
+  __shared__ double moments[2][8];
+  const int t = threadIdx.x;
+  Seen mine{};
+  const auto note = [&](long long& cycles) {
+    if (seen) cycles = clock64();
+  };
+  if (seen) mine.start_ns = now_ns();
+  if (t == 0 && is.weights > 0) {
+    ptx::barrier_init(&arrived, 1);
+    ptx::barrier_init_fence();
+    ptx::barrier_expect(&arrived, is.weights);
+    ptx::copy_bulk(copied, weights + size_t{blockIdx.x} * is.weights, is.weights, &arrived);
+  }
+  __syncthreads();
+  if (is.allows_first) ptx::allow_next();
+  ptx::wait_for_previous();
+  if (!is.allows_first) ptx::allow_next();
+  if (seen) mine.waited_ns = now_ns();
+  note(mine.waited);
+  float x[3 * kRows + 1] = {}, y = 0;
+#pragma unroll
+  for (int i = 0; i < 3 * kRows; ++i) x[i] = __ldcg(from + t + i * 256);
+  for (float one : x) y += one;
+  if (kRows > 0 && __syncthreads_or(y == 1)) y = 2;  // so all of the block's loads have ended
+  note(mine.loaded);
+  if (is.reduces) {
+    double sum = 0, squares = 0;
+    for (float one : x) sum += one, squares += double{one} * one;
+#pragma unroll
+    for (int width = 16; width > 0; width /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, width);
+      squares += __shfl_xor_sync(~0u, squares, width);
+    }
+    if (t % 32 == 0) moments[0][t / 32] = sum, moments[1][t / 32] = squares;
+    __syncthreads();
+    sum = squares = 0;
+    for (int warp = 0; warp < 8; ++warp) sum += moments[0][warp], squares += moments[1][warp];
+    y = rsqrtf(static_cast<float>(squares + sum) + 1);
+    __syncthreads();
+  }
+  note(mine.reduced);
+  if (is.weights > 0) ptx::barrier_wait(&arrived, 0);
+  note(mine.arrived);
+  if (is.stores || y == 3) to[blockIdx.x * 256 + t] = y;
+  if (seen && t == 0) {
+    mine.end_ns = now_ns();
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(mine.multiprocessor));
+    seen[blockIdx.x] = mine;
+  }
+}
+
 // ---- The host's side -----------------------------------------------------------------------------
 
 long long* cycles;  // on the GPU
 unsigned long long* nanoseconds;
+constexpr size_t kBytes = size_t{1} << 32;
+unsigned char* zeros;
+
+// Returns so many bytes that have not been read lately, so they are in memory.
+unsigned char* fresh(size_t bytes) {
+  static size_t end = kBytes / 2;
+  if (end + bytes > kBytes) end = kBytes / 2;
+  end += bytes;
+  return zeros + end - bytes;
+}
 
 double fetch(int at = 0) {
   long long found;
@@ -408,6 +583,133 @@ void early_launches(const char* name) {
   }
 }
 
+// Microseconds per kernel of a chain whose kernels have the given shapes in turn: what differs in
+// clusters or shared memory may not start early.
+struct Shape {
+  int blocks, cluster, shared;
+};
+void early_shapes(const char* name, const std::vector<Shape>& shapes) {
+  for (bool allows_first : {true, false}) {
+    for (int before : {0, 6000}) {
+      int launches = 0;
+      const auto us = graph_us([&](cudaStream_t on) {
+        const Shape& shape = shapes[launches++ % shapes.size()];
+        launch_early(allows_first ? early<true> : early<false>, shape.blocks, shape.cluster, 256,
+                     shape.shared, on, before, 0);
+      });
+      report(std::string("early launch, ") + name + ", next allowed " +
+                 (allows_first ? "before" : "after") + " the wait, " + std::to_string(before) +
+                 " cycles before it",
+             us, "us");
+    }
+  }
+}
+
+// The cycles of the slowest block and of all, on average.
+void copies_at_once(int blocks, int kilobytes) {
+  constexpr int kTimes = 20;
+  const int bytes = kilobytes * 1024;
+  std::vector<long long> found(blocks);
+  double slowest = 0, mean = 0;
+  cudaFuncSetAttribute(copy_at_once, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024);
+  for (int i = -1; i < kTimes; ++i) {  // the first also fetches the code
+    copy_at_once<<<blocks, 1, bytes>>>(fresh(size_t{1} * blocks * bytes), bytes, cycles);
+    cudaMemcpy(found.data(), cycles, 8 * blocks, cudaMemcpyDeviceToHost);
+    if (i < 0) continue;
+    slowest += static_cast<double>(*std::max_element(found.begin(), found.end())) / kTimes;
+    for (long long one : found) mean += static_cast<double>(one) / kTimes / blocks;
+  }
+  const std::string name = "copy of " + std::to_string(kilobytes) + " KB from memory by each of " +
+                           std::to_string(blocks) + " blocks, ";
+  report(name + "the slowest", slowest);
+  report(name + "on average", mean);
+}
+
+template <int kSize>
+void code_of_others() {
+  constexpr decltype(&straight_early<kSize, 0>) kKernels[] = {
+      straight_early<kSize, 0>, straight_early<kSize, 1>, straight_early<kSize, 2>,
+      straight_early<kSize, 3>, straight_early<kSize, 4>};
+  for (int kernels : {1, 5}) {
+    int launches = 0;
+    graph_us([&](cudaStream_t on) {
+      launch_early(kKernels[launches++ % kernels], kMultiprocessors, 1, 256, 0, on, cycles, 0);
+    });
+    double mean = 0;
+    for (int i = 0; i < kMultiprocessors; ++i) mean += fetch(i) / kMultiprocessors / (2 * kSize);
+    report("cycles per instruction, " + std::to_string(kSize) + " instructions after a wait, " +
+               std::to_string(kernels) + (kernels > 1 ? " kernels in turn" : " kernel"),
+           mean);
+  }
+}
+
+// Microseconds per kernel and, in a second run, what blocks see, on average over the kernels.
+template <int kRows>
+void links(int blocks, const Link& is) {
+  constexpr int kLinks = 200, kFirst = 20;
+  float* floats;  // those of two kernels
+  Seen* seen;
+  const int each = blocks * 256;
+  cudaMalloc(&floats, 2 * each * sizeof(float));
+  cudaMalloc(&seen, kLinks * blocks * sizeof(Seen));
+  cudaMemset(floats, 0, 2 * each * sizeof(float));
+  const auto us = [&](bool sees) {
+    int i = 0;
+    return graph_us(
+        [&](cudaStream_t on) {
+          launch_early(chain_link<kRows>, blocks, 1, 256, is.weights, on, is,
+                       fresh(size_t{is.weights} * blocks), floats + i % 2 * each,
+                       floats + (i + 1) % 2 * each, sees ? seen + i * blocks : nullptr);
+          ++i;
+        },
+        kLinks);
+  };
+  std::string name = "chain of " + std::to_string(blocks) + " blocks";
+  if (is.stores) name += ", stores";
+  if (kRows > 0) name += ", loads " + std::to_string(3 * kRows) + " KB";
+  if (is.reduces) name += ", moments";
+  if (is.weights > 0) name += ", " + std::to_string(is.weights / 1024) + " KB of weights";
+  name += is.allows_first ? ", next allowed before the wait: " : ", next allowed after the wait: ";
+  report(name + "each", us(false), "us");
+  us(true);
+  std::vector<Seen> all(kLinks * blocks);
+  cudaMemcpy(all.data(), seen, all.size() * sizeof(Seen), cudaMemcpyDeviceToHost);
+  cudaFree(floats);
+  cudaFree(seen);
+  double started = 0, waited = 0, loaded = 0, reduced = 0, arrived = 0, most = 0;
+  for (int i = kFirst; i < kLinks; ++i) {
+    Seen slowest{};
+    unsigned long long previous_end = 0, first_waited = ~0ull;
+    int counts[256] = {};
+    for (int block = 0; block < blocks; ++block) {
+      const Seen& one = all[i * blocks + block];
+      previous_end = std::max(previous_end, all[(i - 1) * blocks + block].end_ns);
+      first_waited = std::min(first_waited, one.waited_ns);
+      slowest.start_ns = std::max(slowest.start_ns, one.start_ns);
+      slowest.loaded = std::max(slowest.loaded, one.loaded - one.waited);
+      slowest.reduced = std::max(slowest.reduced, one.reduced - one.loaded);
+      slowest.arrived = std::max(slowest.arrived, one.arrived - one.reduced);
+      slowest.multiprocessor = std::max<int>(slowest.multiprocessor, ++counts[one.multiprocessor]);
+    }
+    const auto us_from = [&](unsigned long long ns) {
+      return static_cast<double>(static_cast<long long>(ns - previous_end)) / 1e3;
+    };
+    constexpr double kShare = 1.0 / (kLinks - kFirst);
+    started += kShare * us_from(slowest.start_ns);
+    waited += kShare * us_from(first_waited);
+    loaded += kShare * static_cast<double>(slowest.loaded);
+    reduced += kShare * static_cast<double>(slowest.reduced);
+    arrived += kShare * static_cast<double>(slowest.arrived);
+    most += kShare * slowest.multiprocessor;
+  }
+  report(name + "start of the last block, after the previous end", started, "us");
+  report(name + "end of the first wait, after the previous end", waited, "us");
+  if (kRows > 0) report(name + "loads", loaded);
+  if (is.reduces) report(name + "moments", reduced);
+  if (is.weights > 0) report(name + "wait for weights", arrived);
+  report(name + "most blocks on a multiprocessor", most, "blocks");
+}
+
 // The clock after some tenths of a second of products, by how busy they keep the tensor cores.
 template <int kSums, bool kFromRegisters, int kCount>
 void clock_under(const char* name, int warpgroups) {
@@ -425,13 +727,77 @@ void clock_under(const char* name, int warpgroups) {
   report(std::string("clock, ") + name, ghz, "GHz");
 }
 
+// What the time of the decode step's chain depends on.
+void decode_step() {
+  for (bool stores : {false, true}) {
+    auto* const lines = reinterpret_cast<unsigned*>(fresh(64 * 4096));
+    touch<<<kMultiprocessors, 1>>>(lines, 1024, 64, false);
+    if (stores) touch<<<kMultiprocessors, 1>>>(lines, 1024, 64, true);
+    for (const char* again : {"", ", again"}) {
+      chase<<<1, 1>>>(cycles, lines, 1024, 64);
+      const std::string name = stores ? "stored" : "loaded";
+      report("load from L2 after others have " + name + again, fetch() / 64);
+    }
+  }
+  const size_t most = size_t{64} * 1024 * kMultiprocessors * 18;  // bytes that read() reads evenly
+  cudaStream_t other;
+  cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking);
+  for (int rounds : {0, 4}) {
+    const auto* const from = reinterpret_cast<const uint4*>(fresh(most));
+    const auto* const lines = reinterpret_cast<const unsigned*>(fresh(16 * 4096));
+    read<<<kMultiprocessors - 1, 1024, 0, other>>>(from, most / 16, rounds);
+    chase_l2<<<1, 1>>>(cycles, lines, 1024, 16, 10);
+    report(std::string("load from L2") + (rounds > 0 ? " while memory is read" : ", nothing else"),
+           fetch() / 160);
+    cudaStreamSynchronize(other);
+  }
+  for (int blocks : {1, 96, kMultiprocessors})
+    for (int kilobytes : {4, 12, 24, 48, 96, 192}) copies_at_once(blocks, kilobytes);
+  for (int rounds : {4, 9, 18}) {
+    const size_t bytes = size_t{64} * 1024 * kMultiprocessors * rounds;
+    const double us = graph_us(
+        [=](cudaStream_t on) {
+          const auto* const from = reinterpret_cast<const uint4*>(fresh(bytes));
+          read<<<kMultiprocessors, 1024, 0, on>>>(from, bytes / 16, 1);
+        },
+        16);
+    report("read of " + std::to_string(bytes / 1'000'000) + " MB from memory", us, "us");
+  }
+  early_shapes("0 and 96 KB", {{132, 1, 0}, {132, 1, 96 << 10}});
+  early_shapes("48 and 96 KB", {{132, 1, 48 << 10}, {132, 1, 96 << 10}});
+  early_shapes("clusters of 8", {{128, 8, 0}});
+  early_shapes("clusters of 8 and blocks of 48 KB", {{96, 8, 0}, {132, 1, 48 << 10}});
+  early_shapes("the step's kernels in float32 for 1 row", {{144, 1, 52 << 10},
+                                                           {96, 8, 5 << 10},
+                                                           {96, 1, 28 << 10},
+                                                           {96, 1, 102 << 10},
+                                                           {96, 1, 100 << 10}});
+  early_shapes("the step's kernels in bfloat16 for 8 rows", {{72, 1, 72 << 10},
+                                                             {192, 2, 5 << 10},
+                                                             {96, 1, 16 << 10},
+                                                             {96, 1, 72 << 10},
+                                                             {96, 1, 52 << 10}});
+  code_of_others<512>();
+  code_of_others<1024>();
+  code_of_others<2048>();
+  links<0>(kMultiprocessors, {true, false, false, 0});
+  links<0>(kMultiprocessors, {true, false, true, 0});
+  links<1>(kMultiprocessors, {true, false, false, 0});
+  links<1>(kMultiprocessors, {true, false, true, 0});
+  links<1>(kMultiprocessors, {true, true, true, 0});
+  links<8>(kMultiprocessors, {true, false, true, 0});
+  links<8>(kMultiprocessors, {true, true, true, 0});
+  for (unsigned weights : {24u << 10, 48u << 10, 96u << 10}) {
+    links<1>(96, {true, true, true, weights});
+    links<8>(96, {false, true, true, weights});
+  }
+}
+
 int main() {
-  const size_t bytes = size_t{1} << 32;
-  unsigned char* zeros;
-  cudaMalloc(&cycles, 2 * sizeof(*cycles));
+  cudaMalloc(&cycles, 256 * sizeof(*cycles));
   cudaMalloc(&nanoseconds, sizeof(*nanoseconds));
-  cudaMalloc(&zeros, bytes);
-  cudaMemset(zeros, 0, bytes);
+  cudaMalloc(&zeros, kBytes);
+  cudaMemset(zeros, 0, kBytes);
   instruction<kFma>("FFMA");
   instruction<kAdd>("FADD");
   instruction<kIntegerMad>("IMAD");
@@ -446,6 +812,9 @@ int main() {
   instruction<kLoad>("LDS, 4-way conflict");
   instruction<kLoad16>("LDS.128");
   instruction<kLoadMatrix>("LDSM.4");
+  instruction<kDoubleAdd>("DADD");
+  instruction<kDoubleFma>("DFMA");
+  instruction<kDoubleConvert>("F2F.F64.F32 and back");
   report("fence.proxy.async", cycles_of<kFence, 1>(32));
   report("mbarrier, arrival and wait by one thread", cycles_of<kArrive, 1>(1));
   for (int warps : {1, 4, 8, 16, 32})
@@ -523,9 +892,17 @@ int main() {
     report("graph of " + std::to_string(launches) + " empty kernels",
            graph_us(one_empty, launches, 100) * launches, "us");
   for (int size : {2, 8}) {
-    for (int i = 0; i < 2; ++i) launch_early(cluster_barriers, size, size, 256, 0, nullptr, cycles);
-    report("barrier of a cluster of " + std::to_string(size) + " blocks", fetch() / kChain);
+    const std::string name = "barrier of a cluster of " + std::to_string(size) + " blocks";
+    for (int i = 0; i < 2; ++i)
+      launch_early(cluster_barriers<false>, size, size, 256, 0, nullptr, cycles);
+    report(name, fetch() / kChain);
+    for (int i = 0; i < 2; ++i)
+      launch_early(cluster_barriers<true>, size, size, 256, 0, nullptr, cycles);
+    report(name + ", after stores to one of them", fetch() / kChain);
+    for (int i = 0; i < 2; ++i) launch_early(cluster_arrivals, size, size, 256, 0, nullptr, cycles);
+    report(name + ", the arrival", fetch() / kChain);
   }
+  decode_step();
   clock_under<32, false, 1>("groups of 1 64x64x16 from shared memory, 1 warpgroup", 1);
   clock_under<32, true, 1>("groups of 1 64x64x16 from registers, 1 warpgroup", 1);
   clock_under<32, true, 4>("groups of 4 64x64x16 from registers, 1 warpgroup", 1);

@@ -34,8 +34,9 @@ _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
 _PRODUCT = 41
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
-# Cycles from a warp's arrival at a cluster's barrier, with its memory barrier, until it can go on.
-_CLUSTER = 915
+# Cycles from a warp's arrival at a cluster's barrier, with its memory barrier, until it can go on,
+# and of these until it can execute what follows the arrival.
+_CLUSTER, _CLUSTER_ARRIVAL = 915, 740
 # Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
 # A warp alone needs twice as long for its requests as four schedulers that take turns.
 _PORT = {"shared": 2.0, "shuffle": 4.0}
@@ -208,11 +209,13 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     watch: Watch | None = None,
     starts: Sequence[int] = (),
     is_cold: bool = False,
+    sharing: float = 0,
 ) -> tuple[float, list[int]]:
     """Return the cycles in which one multiprocessor executes some blocks, and how many instructions
     each of them executes. watch: records why each warp does not issue. starts: where each warp
     begins, as if it had just executed the instructions before, and their results had arrived.
     is_cold: whether the instruction caches have only lines of other kernels.
+    sharing: cycles until L2 has answered all multiprocessors that ask for the same line at once.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
     otherwise from the oldest that is.
@@ -398,7 +401,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 done = begin + cost
             elif misses:
                 l2 = max(l2, begin) + misses * SECTOR / l2_rate
-                done = max(begin, l2) + miss_latency
+                done = max(begin + sharing, l2) + miss_latency
             else:
                 done = begin + cost + gpu.l1_latency
             if one.base == "LDGSTS":
@@ -422,6 +425,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 watch.arrive(warp, next_at, streams[warp][behind][0])
         elif one.base == "UCGABAR_ARV":
             clusters[warp] = now + _CLUSTER
+            next_at = max(next_at, now + _CLUSTER_ARRIVAL)
         elif one.base == "UCGABAR_WAIT":
             next_at = max(next_at, clusters[warp])
         number = owner[warp]

@@ -157,6 +157,28 @@ def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, each):
     assert cycles / 500 == pytest.approx(each, rel=0.03)
 
 
+@pytest.mark.parametrize(("sharing", "cycles"), [(0, 1 + 20 * 4 + 290), (370, 2 + 370 + 290)])
+def test_a_line_that_all_ask_for_arrives_late(sharing, cycles):
+    """20 loads of 128 bytes; L2 gives a multiprocessor 32 bytes per cycle."""
+    gpu = dataclasses.replace(H200, l2_bytes_per_cycle=32 * H200.multiprocessors)
+    one = sass.Instruction("LDG", ("R0", "[R1]"))
+    work = multiprocessor.Work([[(0, 0, 1, 4)] * 20], [], Counter(issue=20))
+    found, _ = multiprocessor.cycles_of(gpu, [one], [work], 290, sharing=sharing)
+    assert found == pytest.approx(cycles + sharing // 370 * 19, abs=2)
+
+
+def test_an_arrival_at_a_clusters_barrier_holds_up_its_warp():
+    """The study probe-h100 measured 908 and 935 cycles for 2 and 8 blocks, 703 and 779 of them."""
+    code = [sass.Instruction(name, ()) for name in ("UCGABAR_ARV", "FFMA", "UCGABAR_WAIT", "EXIT")]
+
+    def cycles(*indices):
+        work = multiprocessor.Work([[(at, 0, 0, 0) for at in indices]], [], Counter(issue=9))
+        return multiprocessor.cycles_of(H200, code, [work], 0.0)[0]
+
+    assert cycles(0, 1) == pytest.approx(740, abs=5)
+    assert cycles(0, 2, 3) == pytest.approx(915, abs=5)
+
+
 @pytest.mark.parametrize(("size", "each"), [(2048, 1.0), (2080, 1.094), (4096, 2.22)])
 def test_a_loop_of_more_than_32_kb_waits_for_its_instructions(size, each):
     """The study `probe` measured 1.04 cycles per instruction within 32 KB, 1.14 and 2.22 beyond."""
@@ -278,7 +300,9 @@ def test_neighbours_that_are_alike_do_not_make_all_blocks_alike():
 def test_every_number_of_a_gpu_has_its_source():
     text = (ROOT / "attention_kernels" / "inspection" / "gpus.toml").read_text("utf-8")
     fields = {field.name for field in dataclasses.fields(GpuModel)}
-    optional = {"early_start_us", "early_wait_us", "graph_us"}  # of early launches
+    # Those of early launches
+    optional = {"early_start_us", "early_room_us", "early_wait_us", "graph_us"}
+    optional |= {"fresh_latency", "line_cycles", "copy_latency"}
     found = msgspec.toml.decode(text)
     assert {*found} == {"h200", "h100", "a100", "t4", "rtx4090"}
     for numbers in found.values():
