@@ -41,13 +41,13 @@ register_ladder(
 )
 
 
-# The lengths up to which another version is the fastest: see kernel-fp32, kernel-fp32-later,
+# The lengths up to which other versions are the fastest: see kernel-fp32, kernel-fp32-later,
 # kernel-fp32-128, kernel-shapes and kernel-fp16-later in results/.
-SHORTEST, SHORT = 64, 256
+LENGTHS = SHORTEST, SHORTER, SHORT = 64, 128, 256
 FLOAT32_CHOICE = (
-    f"float32: version 15 up to {SHORTEST} tokens; for more, on compute capability 9.0 version 36 "
-    f"with head_dim 64, and 34 with 128; otherwise version 15 up to {SHORT} tokens, version 25 for "
-    "more. On GPUs before 8.0 the last version that fits"
+    f"float32: on compute capability 9.0 version 15 up to {SHORTEST} tokens with head_dim 64, and "
+    f"up to {SHORTER} with 128, for more version 36 and 34; otherwise version 15 up to {SHORT} "
+    "tokens, version 25 for more. On GPUs before 8.0 the last version that fits"
 )
 FLOAT16_CHOICE = (
     f"float16: on compute capability 9.0, HOPPER_VERSION_4 for more than {SHORT} tokens, or 8 with "
@@ -75,10 +75,9 @@ def choose(
     UnavailableBackendError instead of trying the next.
     """
     # A call for each, so that torch.compile sees a constant in each branch when seqlen varies.
-    if seqlen is not None and seqlen <= SHORTEST:
-        return get_backend(_chosen_name(alias, dtype, head_dim, device, SHORTEST))
-    if seqlen is not None and seqlen <= SHORT:
-        return get_backend(_chosen_name(alias, dtype, head_dim, device, SHORT))
+    for most in LENGTHS:
+        if seqlen is not None and seqlen <= most:
+            return get_backend(_chosen_name(alias, dtype, head_dim, device, most))
     return get_backend(_chosen_name(alias, dtype, head_dim, device, None))
 
 
@@ -93,8 +92,9 @@ def _candidates(alias: str, dtype: torch.dtype, head_dim: int, most: int | None)
         if most == SHORTEST:
             yield "CUSTOM_CUDA_VERSION_15"
         yield "CUSTOM_CUDA_VERSION_36"  # head_dim 64
-        yield "CUSTOM_CUDA_VERSION_34"  # head_dim 128
-        if most == SHORT:
+        if most != SHORTER:
+            yield "CUSTOM_CUDA_VERSION_34"  # head_dim 128
+        if most is not None:
             yield "CUSTOM_CUDA_VERSION_15"
         yield "CUSTOM_CUDA_VERSION_25"
     if most is not None or head_dim == 128:

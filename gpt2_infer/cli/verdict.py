@@ -169,7 +169,7 @@ def _stands_for(name: str, device: str | None) -> list[str]:
     rungs = {
         spec.chosen(getattr(torch, dtype), head_dim, device, seqlen).name
         for dtype, head_dim, seqlen in itertools.product(
-            spec.precisions, spec.head_dims, (cuda.SHORTEST, cuda.SHORT, None)
+            spec.precisions, spec.head_dims, (*cuda.LENGTHS, None)
         )
     }
     return sorted(rungs)
