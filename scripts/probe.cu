@@ -459,7 +459,7 @@ unsigned long long* nanoseconds;
 constexpr size_t kBytes = size_t{1} << 32;
 unsigned char* zeros;
 
-// Returns so many bytes that have not been read lately, so they are in memory.
+// Returns memory of this size that has not been read lately, so none of it is in a cache.
 unsigned char* fresh(size_t bytes) {
   static size_t end = kBytes / 2;
   if (end + bytes > kBytes) end = kBytes / 2;

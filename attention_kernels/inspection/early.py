@@ -115,8 +115,9 @@ def link_of(program: Program, launch: Launch, places: Collection[int]) -> Link:
 
 
 def _readers(blocks: Blocks, places: Collection[int]) -> float:
-    """Return how many blocks ask for the same sector outside the places: the average over all
-    requests for sectors that several ask for.
+    """Return how many blocks ask for the same sector outside the places.
+
+    It is the average over all requests for sectors that several blocks ask for.
     """
     asked = Counter(one for seen in blocks.seen for one in seen if one >> 35 not in places)
     counts = [count for count in asked.values() if count > 1]

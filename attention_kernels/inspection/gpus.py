@@ -45,7 +45,7 @@ class GpuModel:
     early_start_us: float = 0.0
     """With early launches: how long after the previous kernel allows it a kernel starts."""
     early_room_us: float = 0.0
-    """How long after there is room for the blocks of an allowed kernel they start."""
+    """How long the blocks of an allowed kernel take to start once there is room for them."""
     early_wait_us: float = 0.0
     """How long after the end of a kernel the next one, which was launched early, can go on."""
     graph_us: float = 0.0

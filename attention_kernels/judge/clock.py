@@ -189,14 +189,16 @@ class Clock:
             return torch.stack(found).to(device)
 
         q, k, v, *seqlens = zip(*sets, strict=True)
-        lengths = [torch.stack([x[place][entry] for place, entry, _ in drawn]) for x in seqlens]
+        lengths = [
+            torch.stack([x[place][entry] for place, entry, _ in drawn]).to(device) for x in seqlens
+        ]
         right = truth(
             of_all(q, rows),
             of_all(k, keys),
             of_all(v, keys),
             case.softmax_scale,
             is_causal,
-            *(x.to(device) for x in lengths),
+            *lengths,
         )
         precision = spec.precisions[dtype_name(case.dtype)]
         verdict = right.judge(of_all(outputs, rows), precision, spec.error_slack)

@@ -102,7 +102,7 @@ class Kernels(Subject[KernelCell]):
         return max(reading, flops / fastest / 1e6) / FLOOR_MARGIN
 
     def _input_bytes(self, cell: KernelCell) -> int:
-        """Return the size of a set of inputs; a decode call's q is none to speak of."""
+        """Return the size of a set of inputs in bytes, for decode that of the cache."""
         return cell.min_bytes // 2 if self.decode else cell.min_bytes * 3 // 4
 
     def _sets(self, cell: KernelCell) -> int:

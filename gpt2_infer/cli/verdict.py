@@ -258,14 +258,17 @@ def _compile(findings: Findings, version: VersionHeader) -> None:
 
 def _time(findings: Findings, spec: BackendSpec, name: str, dtypes: Sequence[str]) -> None:
     """Add the times of a kernel and of plain PyTorch, or why the check before them failed."""
-    from gpt2_infer.bench.record import KernelCell
     from gpt2_infer.bench.study import KernelStudy, run
 
     head_dim = usual_head_dim(spec)
     seqlen = 1024 if findings.device == "cuda" else 256
-    decode = not findings.has_attention
-    cells = [KernelCell(seqlen, 1, 12, head_dim, dtype, not decode) for dtype in dtypes]
-    study = KernelStudy(backends=[name], cells=cells, dtypes=[*dtypes], decode=decode)
+    study = KernelStudy(
+        backends=[name],
+        seqlens=[seqlen],
+        head_dims=[head_dim],
+        dtypes=[*dtypes],
+        decode=not findings.has_attention,
+    )
     study.device = "cuda" if findings.device == "cuda" else "cpu"
     findings.timing = timings(run(study))
     for one in findings.timing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
@@ -92,6 +93,13 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
     return title
 
 
+_TIMES = [
+    columns.BACKEND,
+    columns.PRECISION,
+    Column("N={at}, us", columns.median, "{:.1f}", over=length),
+    Column("spread", lambda line: widest_spread(line.rows)),
+    Column("x {baseline}, N={at}", columns.versus),
+]
 LAYOUTS["kernel"] = Layout(
     title=_kernel_title,
     block=cell_name,
@@ -99,11 +107,7 @@ LAYOUTS["kernel"] = Layout(
     at=detail_length,
     keeps=lambda line: any(row.samples for row in line.rows),
     columns=[
-        columns.BACKEND,
-        columns.PRECISION,
-        Column("N={at}, us", columns.median, "{:.1f}", over=length),
-        Column("spread", lambda line: widest_spread(line.rows)),
-        Column("x {baseline}, N={at}", columns.versus),
+        *_TIMES,
         Column("TFLOP/s", columns.timed(lambda row: row.tflops), "{:.3g}"),
         Column("of its roof, longest N", _roof_share, "{:.0%}"),
         Column(
@@ -116,21 +120,14 @@ LAYOUTS["kernel"] = Layout(
 )
 
 
-LAYOUTS["decode-kernel"] = Layout(
+LAYOUTS["decode-kernel"] = dataclasses.replace(
+    LAYOUTS["kernel"],
     title=lambda name, file, block: (
         f"decode, {cell_name(block[0])}, {how(file)} ({name}). GB/s (the cache once) and the "
         f"largest error against float64 are at N={detail_length(block)}"
     ),
-    block=cell_name,
-    line=lambda row: row.contender,
-    at=detail_length,
-    keeps=lambda line: any(row.samples for row in line.rows),
     columns=[
-        columns.BACKEND,
-        columns.PRECISION,
-        Column("N={at}, us", columns.median, "{:.1f}", over=length),
-        Column("spread", lambda line: widest_spread(line.rows)),
-        Column("x {baseline}, N={at}", columns.versus),
+        *_TIMES,
         Column(
             "GB/s", columns.timed(lambda row: row.kernel.min_bytes / row.median / 2e3), "{:.3g}"
         ),
