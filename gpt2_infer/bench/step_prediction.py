@@ -20,6 +20,7 @@ from gpt2_infer.bench.prediction import find_gpu
 from gpt2_infer.bench.record import DecodeCell, Row
 from gpt2_infer.bench.study import Contender, StepPredictionStudy, Subject
 from gpt2_infer.config import named_config
+from gpt2_infer.engines.base import GRAPH_LENGTH_STEP, round_up
 from gpt2_infer.engines.fused import EARLY, POINTERS, StepParams, StepShape
 from gpt2_infer.errors import RequestError
 
@@ -76,11 +77,13 @@ def predict_step(cell: DecodeCell, gpu: GpuModel) -> tuple[list[Link], Chain]:
         raise RequestError(f"a step of {cell.model} at batch {cell.batch}: {text}")
     names = POINTERS.split()
     place = {name: number for number, name in enumerate(names, 1)}  # terabytes
+    needed = round_up(cell.prompt_tokens + cell.new_tokens, GRAPH_LENGTH_STEP)
+    capacity = min(needed, config.n_positions)
     params = StepParams(
         *(number << 40 for number in place.values()),
-        config.n_positions,
+        capacity,
         config.n_layer,
-        config.n_positions,
+        capacity,
         1,
         config.softmax_scale(0),
         config.scale_attn_by_inverse_layer_idx,

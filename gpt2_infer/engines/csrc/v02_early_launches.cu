@@ -716,9 +716,10 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
 // ---- Attention ----------------------------------------------------------------------------------
 
 constexpr int kAttendWarps = 8;
-constexpr int kAttendThreads = 32 * kAttendWarps;
-// Blocks that share the splits of a row and head: fewer with more rows, so that all run at once.
-constexpr int kCluster = kIsPortable ? kMaxSplits : min_of(kMaxSplits, min_of(8, 16 / kBatch));
+constexpr int kAttendThreads = 32 * kAttendWarps;  // that share a split
+constexpr int kGroups = kIsPortable ? 1 : 2;       // of as many threads, in a block
+// Whether there is a multiprocessor for each block if two share the splits of a row and head.
+constexpr bool kHasRoomForTwo = 2 * kHeads * kBatch <= kHeadBlocks;
 
 // The result of a split: O before the division, row_max and row_sum.
 struct Partial {
@@ -768,7 +769,7 @@ __device__ inline uint4 choose_chunk(bool first, uint4 a, uint4 b) {
 // a key.
 struct KeysOfThread {
   static constexpr int kLanes = kHeadDim / kPerChunk;    // that share a key
-  static constexpr int kKeys = kAttendThreads / kLanes;  // that the block reads at a time
+  static constexpr int kKeys = kAttendThreads / kLanes;  // that are read at a time
   static constexpr int kSteps = kSplit / kKeys;
   using Chunks = uint4[kSteps];
 
@@ -783,7 +784,7 @@ struct KeysOfThread {
 
   static __device__ int column() { return threadIdx.x % kLanes * kPerChunk; }
   static __device__ int key_of(int split, int step) {
-    return split * kSplit + threadIdx.x / kLanes + step * kKeys;
+    return split * kSplit + threadIdx.x % kAttendThreads / kLanes + step * kKeys;
   }
   // Loads what earlier steps have written.
   __device__ void load(const Element* from, int split, Chunks& to) const {
@@ -865,19 +866,22 @@ __device__ inline float scale_of(const StepParams& p, int layer) {
   return p.scales_by_layer ? p.softmax_scale / (layer + 1) : p.softmax_scale;
 }
 
-// Grid: kCluster, heads, rows.
-__global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int layer) {
-  __shared__ Partial warps[kAttendWarps];
+// Grid: blocks, heads, rows. A cluster of kBlocks blocks attends to all splits of a row and head. If
+// kIsPortable, each block attends to a split of its own.
+template <int kBlocks>
+__global__ void __launch_bounds__(kGroups* kAttendThreads) attend(const StepParams p, int layer) {
+  constexpr bool kIsCluster = kBlocks > 1;
+  __shared__ Partial warps[kGroups][kAttendWarps];
   __shared__ Partial splits[kMaxSplits];  // the cluster's, in its first block
   // Later all wait for this: the first block runs.
-  if (!kIsPortable) ptx::cluster_arrive();
+  if (kIsCluster) ptx::cluster_arrive();
 
-  const int t = threadIdx.x;
+  const int t = threadIdx.x % kAttendThreads, group = threadIdx.x / kAttendThreads;
   const int head = blockIdx.y, row = blockIdx.z;
   const int newest = p.seqlens[row];
   KeysOfThread mine(p, layer, row, head, newest);
   const int column = mine.column();
-  int split = blockIdx.x;
+  int split = blockIdx.x * kGroups + group;
   mine.load(split);
 
   // If a layer fits in shared memory, blocks of later products would start now and get in the way.
@@ -896,39 +900,46 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   const uint4 newest_k = __ldcg(reinterpret_cast<const uint4*>(mine.keys + at));
   const uint4 newest_v = __ldcg(reinterpret_cast<const uint4*>(mine.values + at));
   bool is_first = true;
-  for (; split * kSplit <= newest; split += kCluster) {
-    constexpr int kNext = kCluster < kMaxSplits ? kCluster : 0;
+  constexpr int kAtOnce = kIsPortable ? kMaxSplits : kBlocks * kGroups;
+  for (; (split - group) * kSplit <= newest; split += kAtOnce) {
+    constexpr int kNext = kAtOnce < kMaxSplits ? kAtOnce : 0;
     const WarpResult result(std::integral_constant<int, kNext>{}, q, mine, split,
                             scale_of(p, layer), newest_k, newest_v);
     if (!is_first) __syncthreads();  // the previous split's partials have been read
-    result.store(warps[t / 32]);
+    result.store(warps[group][t / 32]);
     __syncthreads();
-    if (!kIsPortable && is_first) ptx::cluster_wait();
+    if (kIsCluster && is_first) ptx::cluster_wait();
     is_first = false;
-    if (t < kHeadDim) {
-      const Join<1> join(warps, kAttendWarps, t);
-      if (kIsPortable) {
-        Splits& out = p.scratch->splits;
-        out.o[row][split][head * kHeadDim + t] = join.o[0];
-        if (t == 0) {
-          out.row_max[row][head][split] = join.row_max;
-          out.row_sum[row][head][split] = join.row_sum;
-        }
-        return;  // every split has its block
-      }
-      ptx::store_to_block(&splits[split].o[t], 0, join.o[0]);
+    if (t >= kHeadDim || split * kSplit > newest) continue;
+    const Join<1> join(warps[group], kAttendWarps, t);
+    if (kIsPortable) {
+      Splits& out = p.scratch->splits;
+      out.o[row][split][head * kHeadDim + t] = join.o[0];
       if (t == 0) {
-        ptx::store_to_block(&splits[split].row_max, 0, join.row_max);
-        ptx::store_to_block(&splits[split].row_sum, 0, join.row_sum);
+        out.row_max[row][head][split] = join.row_max;
+        out.row_sum[row][head][split] = join.row_sum;
       }
+      return;
     }
+    const auto put = [](float& here, float value) {
+      if (kIsCluster)
+        ptx::store_to_block(&here, 0, value);
+      else
+        here = value;
+    };
+    put(splits[split].o[t], join.o[0]);
+    if (t == 0) put(splits[split].row_max, join.row_max), put(splits[split].row_sum, join.row_sum);
   }
   if (kIsPortable) return;
-  if (is_first) ptx::cluster_wait();
-  ptx::cluster_arrive();
-  if (blockIdx.x != 0) return;
-  ptx::cluster_wait();
-  if (t >= kHeadDim) return;
+  if (kIsCluster) {
+    if (is_first) ptx::cluster_wait();
+    ptx::cluster_arrive();
+    if (blockIdx.x != 0) return;
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  if (threadIdx.x >= kHeadDim) return;
   const Join<1> join(splits, newest / kSplit + 1, t);
   p.scratch->o[factor_at<kEmbd>(head * kHeadDim + t, row)] =
       from_float<Factor>(join.o[0] / join.row_sum);
@@ -1177,6 +1188,15 @@ struct Chain {
     using P = Product<kKind>;
     add(product<kKind>, P::N / P::kColumns, 1, P::kThreads, kProductBytes<kKind>, p, layer);
   }
+  void add_attention(const StepParams& p, int layer) {
+    const int splits = ceil_div(p.max_seqlen, kSplit);  // of a full cache
+    constexpr int kThreads = kGroups * kAttendThreads;
+    if constexpr (!kIsPortable && kHasRoomForTwo && kMaxSplits > kGroups) {
+      if (splits > kGroups)
+        return add(attend<2>, dim3(2, kHeads, kBatch), 2, kThreads, 0, p, layer);
+    }
+    add(attend<1>, dim3(kIsPortable ? splits : 1, kHeads, kBatch), 1, kThreads, 0, p, layer);
+  }
 };
 
 }  // namespace ATTENTION_VERSION
@@ -1196,7 +1216,7 @@ cudaError_t launch(const StepParams& p, cudaStream_t stream) {
               launch_kernel(embed, ceil_div(kBatch * kEmbd, kThreads), kThreads, 0, stream, p)};
   for (int layer = 0; layer < p.layers; ++layer) {
     chain.add_product<kQkv>(p, layer);
-    chain.add(attend, dim3(kCluster, kHeads, kBatch), kCluster, kAttendThreads, 0, p, layer);
+    chain.add_attention(p, layer);
     chain.add_product<kProj>(p, layer);
     chain.add_product<kFc>(p, layer);
     chain.add_product<kFc2>(p, layer);

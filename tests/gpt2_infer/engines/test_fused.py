@@ -32,7 +32,9 @@ CONFIG = GPT2Config(
 )
 # One kernel runs all layers of a single row.
 ONE_KERNEL = dataclasses.replace(CONFIG, n_embd=128, n_inner=512)
-HEAD_BLOCKS = 3
+# A cache of three splits: for up to two rows, two blocks attend.
+LONG = dataclasses.replace(CONFIG, n_positions=300)
+HEAD_BLOCKS = 8
 
 
 @dataclasses.dataclass
@@ -117,18 +119,18 @@ def check_steps(
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "tolerance"),
+    ("config", "dtype", "length", "tolerance"),
     [
-        (CONFIG, torch.float32, 2e-4),
-        pytest.param(CONFIG, torch.bfloat16, 0.25, marks=pytest.mark.slow),
-        (ONE_KERNEL, torch.float32, 2e-4),
-        (ONE_KERNEL, torch.bfloat16, 0.25),
+        (CONFIG, torch.float32, 127, 2e-4),
+        (LONG, torch.float32, 255, 2e-4),
+        pytest.param(CONFIG, torch.bfloat16, 127, 0.25, marks=pytest.mark.slow),
+        (ONE_KERNEL, torch.float32, 127, 2e-4),
+        (ONE_KERNEL, torch.bfloat16, 127, 0.25),
     ],
 )
-def test_a_step_is_what_the_modules_compute(config, dtype, tolerance):
-    check_steps(
-        random_model(config, dtype), [127], 2, tolerance
-    )  # 127 tokens: crosses the end of a split
+def test_a_step_is_what_the_modules_compute(config, dtype, length, tolerance):
+    """The second of two steps begins a split."""
+    check_steps(random_model(config, dtype), [length], 2, tolerance)
 
 
 @torch.inference_mode()
@@ -182,10 +184,10 @@ def test_weights_that_do_not_fit_go_through_a_ring():
 @pytest.mark.parametrize(
     ("config", "dtype", "lengths", "tolerance", "portable"),
     [
-        (CONFIG, torch.float32, [3, 127], 2e-4, False),
+        (LONG, torch.float32, [3, 255], 2e-4, False),
         (CONFIG, torch.float32, [3, 127], 2e-4, True),
-        # Up to 4 rows, tensor cores multiply in a different way.
-        (CONFIG, torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], 0.05, False),
+        # Up to 4 rows, tensor cores multiply in a different way. A single block attends.
+        (LONG, torch.float16, [1, 3, 9, 20, 60, 100, 260, 127], 0.05, False),
         (ONE_KERNEL, torch.float32, [3, 127], 2e-4, False),
         (ONE_KERNEL, torch.float16, [3, 127], 0.1, False),
     ],
@@ -230,7 +232,7 @@ WAITS = [
     (" head(const StepParams p", "ptx::wait_for_previous();"),
     (" choose(const StepParams p", "ptx::wait_for_previous();"),
     ("struct BulkWeights", "while (!ptx::barrier_test(&arrived, 0)) {\n    }"),
-    (" attend(const StepParams p", "if (!kIsPortable && is_first) ptx::cluster_wait();"),
+    (" attend(const StepParams p", "if (kIsCluster && is_first) ptx::cluster_wait();"),
     (
         "struct ThreadWeights",
         "if (step == 0 || kIsRing) __pipeline_wait_prior(kIsRing ? kStages - 1 : 0);",
@@ -276,13 +278,15 @@ def test_a_missing_wait_is_caught(wait, droppable, monkeypatch):
     monkeypatch.setattr(fused, "SOURCE", droppable)
     parse = header.parse_header
     monkeypatch.setattr(header, "parse_header", lambda path, _: parse(path, "droppable_"))
-    model = random_model(CONFIG if wait < FIRST_OF_LAYERS else ONE_KERNEL)
+    in_cluster = "kIsCluster" in WAITS[wait][1]
+    config = LONG if in_cluster else CONFIG if wait < FIRST_OF_LAYERS else ONE_KERNEL
+    model, lengths = random_model(config), [260 if in_cluster else 5]
     how = {"portable": WAITS[wait][0] == "struct ThreadWeights"}
-    if wait in (0, FIRST_OF_LAYERS - 1, FIRST_OF_LAYERS):
-        check_steps(model, [5], 2, 2e-4, **how)
+    if wait in (0, FIRST_OF_LAYERS - 2, FIRST_OF_LAYERS - 1, FIRST_OF_LAYERS):
+        check_steps(model, lengths, 2, 2e-4, **how)
     monkeypatch.setenv("DROPPED_WAIT", str(wait))
     with pytest.raises((AssertionError, RuntimeError)) as caught:
-        check_steps(model, [5], 2, 2e-4, **how)
+        check_steps(model, lengths, 2, 2e-4, **how)
     assert not isinstance(caught.value, BuildError)
 
 
