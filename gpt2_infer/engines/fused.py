@@ -299,8 +299,7 @@ class StepShape:
                 f"a block of {name} needs {-(-most // 1024)} KB of shared memory, and this device "
                 f"has {self.shared_bytes // 1024} KB"
             )
-        warps = 8 if self.is_portable else 16
-        partials = warps + self.max_splits  # partial results of attention
+        partials = 8 + self.max_splits  # partial results of attention: its warps', the splits'
         if 4 * (self.config.head_dim + 2) * partials > MAX_STATIC_BYTES:
             reasons.append(f"a context of {self.config.n_positions} tokens")
         return reasons

@@ -716,10 +716,14 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
 // ---- Attention ----------------------------------------------------------------------------------
 
 constexpr int kAttendWarps = 8;
-constexpr int kAttendThreads = 32 * kAttendWarps;  // that share a split
-constexpr int kGroups = kIsPortable ? 1 : 2;       // of as many threads, in a block
-// Whether there is a multiprocessor for each block if two share the splits of a row and head.
-constexpr bool kHasRoomForTwo = 2 * kHeads * kBatch <= kHeadBlocks;
+constexpr int kAttendThreads = 32 * kAttendWarps;
+// Most blocks of attention; with more, steps were slower on an H200.
+constexpr int kMostAttending = kHeadBlocks * 8 / 5;
+// The most blocks that share the splits of a row and head, a power of two.
+constexpr int most_blocks(int blocks = 8) {
+  return blocks == 1 || blocks * kHeads * kBatch <= kMostAttending ? blocks
+                                                                   : most_blocks(blocks / 2);
+}
 
 // The result of a split: O before the division, row_max and row_sum.
 struct Partial {
@@ -769,7 +773,7 @@ __device__ inline uint4 choose_chunk(bool first, uint4 a, uint4 b) {
 // a key.
 struct KeysOfThread {
   static constexpr int kLanes = kHeadDim / kPerChunk;    // that share a key
-  static constexpr int kKeys = kAttendThreads / kLanes;  // that are read at a time
+  static constexpr int kKeys = kAttendThreads / kLanes;  // that the block reads at a time
   static constexpr int kSteps = kSplit / kKeys;
   using Chunks = uint4[kSteps];
 
@@ -784,7 +788,7 @@ struct KeysOfThread {
 
   static __device__ int column() { return threadIdx.x % kLanes * kPerChunk; }
   static __device__ int key_of(int split, int step) {
-    return split * kSplit + threadIdx.x % kAttendThreads / kLanes + step * kKeys;
+    return split * kSplit + threadIdx.x / kLanes + step * kKeys;
   }
   // Loads what earlier steps have written.
   __device__ void load(const Element* from, int split, Chunks& to) const {
@@ -869,19 +873,21 @@ __device__ inline float scale_of(const StepParams& p, int layer) {
 // Grid: blocks, heads, rows. A cluster of kBlocks blocks attends to all splits of a row and head. If
 // kIsPortable, each block attends to a split of its own.
 template <int kBlocks>
-__global__ void __launch_bounds__(kGroups* kAttendThreads) attend(const StepParams p, int layer) {
+__global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int layer) {
   constexpr bool kIsCluster = kBlocks > 1;
-  __shared__ Partial warps[kGroups][kAttendWarps];
+  constexpr int kAtOnce = kIsPortable ? kMaxSplits : kBlocks;
+  constexpr int kNext = kAtOnce < kMaxSplits ? kAtOnce : 0;
+  __shared__ Partial warps[kAttendWarps];
   __shared__ Partial splits[kMaxSplits];  // the cluster's, in its first block
   // Later all wait for this: the first block runs.
   if (kIsCluster) ptx::cluster_arrive();
 
-  const int t = threadIdx.x % kAttendThreads, group = threadIdx.x / kAttendThreads;
+  const int t = threadIdx.x;
   const int head = blockIdx.y, row = blockIdx.z;
   const int newest = p.seqlens[row];
   KeysOfThread mine(p, layer, row, head, newest);
   const int column = mine.column();
-  int split = blockIdx.x * kGroups + group;
+  int split = blockIdx.x;
   mine.load(split);
 
   // If a layer fits in shared memory, blocks of later products would start now and get in the way.
@@ -900,18 +906,16 @@ __global__ void __launch_bounds__(kGroups* kAttendThreads) attend(const StepPara
   const uint4 newest_k = __ldcg(reinterpret_cast<const uint4*>(mine.keys + at));
   const uint4 newest_v = __ldcg(reinterpret_cast<const uint4*>(mine.values + at));
   bool is_first = true;
-  constexpr int kAtOnce = kIsPortable ? kMaxSplits : kBlocks * kGroups;
-  for (; (split - group) * kSplit <= newest; split += kAtOnce) {
-    constexpr int kNext = kAtOnce < kMaxSplits ? kAtOnce : 0;
+  for (; split * kSplit <= newest; split += kAtOnce) {
     const WarpResult result(std::integral_constant<int, kNext>{}, q, mine, split,
                             scale_of(p, layer), newest_k, newest_v);
     if (!is_first) __syncthreads();  // the previous split's partials have been read
-    result.store(warps[group][t / 32]);
+    result.store(warps[t / 32]);
     __syncthreads();
     if (kIsCluster && is_first) ptx::cluster_wait();
     is_first = false;
-    if (t >= kHeadDim || split * kSplit > newest) continue;
-    const Join<1> join(warps[group], kAttendWarps, t);
+    if (t >= kHeadDim) continue;
+    const Join<1> join(warps, kAttendWarps, t);
     if (kIsPortable) {
       Splits& out = p.scratch->splits;
       out.o[row][split][head * kHeadDim + t] = join.o[0];
@@ -919,7 +923,7 @@ __global__ void __launch_bounds__(kGroups* kAttendThreads) attend(const StepPara
         out.row_max[row][head][split] = join.row_max;
         out.row_sum[row][head][split] = join.row_sum;
       }
-      return;
+      continue;
     }
     const auto put = [](float& here, float value) {
       if (kIsCluster)
@@ -939,7 +943,7 @@ __global__ void __launch_bounds__(kGroups* kAttendThreads) attend(const StepPara
   } else {
     __syncthreads();
   }
-  if (threadIdx.x >= kHeadDim) return;
+  if (t >= kHeadDim) return;
   const Join<1> join(splits, newest / kSplit + 1, t);
   p.scratch->o[factor_at<kEmbd>(head * kHeadDim + t, row)] =
       from_float<Factor>(join.o[0] / join.row_sum);
@@ -1188,14 +1192,15 @@ struct Chain {
     using P = Product<kKind>;
     add(product<kKind>, P::N / P::kColumns, 1, P::kThreads, kProductBytes<kKind>, p, layer);
   }
+  // One block for each split of a full cache, if there is room.
+  template <int kBlocks = 1>
   void add_attention(const StepParams& p, int layer) {
-    const int splits = ceil_div(p.max_seqlen, kSplit);  // of a full cache
-    constexpr int kThreads = kGroups * kAttendThreads;
-    if constexpr (!kIsPortable && kHasRoomForTwo && kMaxSplits > kGroups) {
-      if (splits > kGroups)
-        return add(attend<2>, dim3(2, kHeads, kBatch), 2, kThreads, 0, p, layer);
+    const int splits = ceil_div(p.max_seqlen, kSplit);
+    if constexpr (!kIsPortable && kBlocks < min_of(most_blocks(), kMaxSplits)) {
+      if (splits > kBlocks) return add_attention<2 * kBlocks>(p, layer);
     }
-    add(attend<1>, dim3(kIsPortable ? splits : 1, kHeads, kBatch), 1, kThreads, 0, p, layer);
+    const dim3 grid(kIsPortable ? splits : kBlocks, kHeads, kBatch);
+    add(attend<kBlocks>, grid, kBlocks, kAttendThreads, 0, p, layer);
   }
 };
 

@@ -32,7 +32,7 @@ CONFIG = GPT2Config(
 )
 # One kernel runs all layers of a single row.
 ONE_KERNEL = dataclasses.replace(CONFIG, n_embd=128, n_inner=512)
-# A cache of three splits: for up to two rows, two blocks attend.
+# A cache of three splits: four blocks attend for a single row, two for each of two rows.
 LONG = dataclasses.replace(CONFIG, n_positions=300)
 HEAD_BLOCKS = 8
 
