@@ -28,17 +28,17 @@ constexpr int kThreadM = 8, kThreadN = 8;
 constexpr int kWarpM = 4 * kThreadM, kWarpN = 8 * kThreadN;
 constexpr int kChunks = kThreadM * kThreadN / 4;  // 16-byte chunks of a thread's sums
 
-// kWarpsM x kWarpsN warps cover a tile; kWarpsK such groups share the k of each slab.
-template <int kWarpsM_, int kWarpsN_, int kWarpsK_, int kBlockK_, int kStages_, int kResident_>
+// kWarpsN warps cover a tile; kWarpsK such groups share the k of each slab.
+template <int kWarpsN_, int kWarpsK_, int kBlockK_, int kStages_, int kResident_>
 struct Tile {
-  static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
+  static constexpr int kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
   static constexpr int kBlockK = kBlockK_;      // k per slab
   static constexpr int kStages = kStages_;      // slabs in shared memory
   static constexpr int kResident = kResident_;  // blocks per multiprocessor
   static constexpr bool kPacks = false;         // y is never packed
-  static constexpr int kBlockM = kWarpsM * kWarpM;
+  static constexpr int kBlockM = kWarpM;
   static constexpr int kBlockN = kWarpsN * kWarpN;
-  static constexpr int kWarps = kWarpsM * kWarpsN * kWarpsK;
+  static constexpr int kWarps = kWarpsN * kWarpsK;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpK = kBlockK / kWarpsK;
   // X is transposed as it is copied to shared memory: a warp copies 8 k of 4 rows at once, and 4
@@ -103,14 +103,12 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
   ptx::allow_next();
   ATTENTION_DYNAMIC_SHARED(float, smem);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int warp_k = warp / (T::kWarpsM * T::kWarpsN);
-  const int warp_m = warp / T::kWarpsN % T::kWarpsM * kWarpM;
-  const int warp_n = warp % T::kWarpsN * kWarpN;
+  const int warp_k = warp / T::kWarpsN, warp_n = warp % T::kWarpsN * kWarpN;
   // Lanes that differ in bit 0 read the same rows, those that differ in bit 1 the same columns: a
   // quarter of a warp that reads 16 bytes per lane then touches few words of either.
   const int thread_m = (lane >> 1 & 1) | (lane >> 4) << 1;
   const int thread_n = (lane & 1) | (lane >> 2 & 3) << 1;
-  const float* const s_x = smem + warp_k * T::kWarpK * T::kStrideX + warp_m + 4 * thread_m;
+  const float* const s_x = smem + warp_k * T::kWarpK * T::kStrideX + 4 * thread_m;
   const float* const s_w =
       smem + T::kBlockK * T::kStrideX + warp_k * T::kWarpK * T::kBlockN + warp_n + 4 * thread_n;
 
@@ -181,7 +179,11 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
 #pragma unroll
         for (int i = 0; i < kThreadM; ++i) {
 #pragma unroll
-          for (int j = 0; j < kThreadN; ++j) sums[i][j] += a[k % 2][i] * b[k % 2][j];
+          for (int n = 0; n < kThreadN; ++n) {
+            // With the registers of two blocks per multiprocessor, a serpentine was slower.
+            const int j = T::kResident > 2 && i % 2 ? kThreadN - 1 - n : n;
+            sums[i][j] += a[k % 2][i] * b[k % 2][j];
+          }
         }
       }
     }
@@ -190,7 +192,7 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
     // group adds up part of the chunks. Chunk i is half i % 2 of row i / 2.
     __syncthreads();  // the unused loads above read this memory
     constexpr int kGroup = T::kBlockM * T::kBlockN;
-    float* const s_sums = smem + warp % (T::kWarpsM * T::kWarpsN) * kWarpM * kWarpN + 4 * lane;
+    float* const s_sums = smem + warp % T::kWarpsN * kWarpM * kWarpN + 4 * lane;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const float* const v = sums[i / 2] + i % 2 * 4;
@@ -204,7 +206,7 @@ __global__ __launch_bounds__(T::kThreads, T::kResident) void product(ProductPara
 #pragma unroll
       for (int group = 1; group < T::kWarpsK; ++group)
         sum[0] = sum[0] + load4(s_sums + group * kGroup + i * 128);
-      const int row = warp_m + i / 8 * 16 + 4 * thread_m + i / 2 % 4;
+      const int row = i / 8 * 16 + 4 * thread_m + i / 2 % 4;
       const int column = warp_n + i % 2 * 32 + 4 * thread_n;
       end_rows<T>(p, share, row, 1, column, load4(p.bias + share.n0 + column), sum);
     }
@@ -227,11 +229,11 @@ cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
   if (params.packed_x != nullptr || params.packed_y != nullptr) return cudaErrorInvalidValue;
   switch (params.tile) {  // must match KERNELS in product.py
     case 0:
-      return launch_product<Tile<1, 1, 8, 64, 3, 2>>(params, stream);
+      return launch_product<Tile<1, 8, 64, 3, 2>>(params, stream);
     case 1:
-      return launch_product<Tile<2, 1, 4, 32, 4, 2>>(params, stream);
+      return launch_product<Tile<1, 4, 64, 2, 3>>(params, stream);
     case 2:
-      return launch_product<Tile<1, 2, 2, 32, 3, 3>>(params, stream);
+      return launch_product<Tile<2, 2, 32, 3, 3>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
