@@ -64,6 +64,13 @@ def check_products(
         raise RequestError(f"products {products} cannot be used: {'; '.join(reasons)}")
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Return how many a GPU has, or as many as blocks are planned for on the emulated one."""
+    if device.type != "cuda":
+        return EMULATED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @dataclass(frozen=True)
 class Tile:
     """The size of the tiles of the product and of its inner dimension."""
@@ -282,10 +289,7 @@ class Product:
         self.weight, self.exponents = weight.contiguous(), None
         if products == "3xfp16":
             self.weight, self.exponents = pack(weight)
-        self._multiprocessors = EMULATED_MULTIPROCESSORS
-        if weight.is_cuda:
-            properties = torch.cuda.get_device_properties(weight.device)
-            self._multiprocessors = properties.multi_processor_count
+        self._multiprocessors = multiprocessors(weight.device)
         self._op = _op(self.kernel.file, weight.device.type)
 
     def __call__(self, x: Activation, *, gelu: bool = False) -> Tensor:

@@ -1,22 +1,22 @@
 // v03 - a forward pass before its first product and after its last
 //
 // Change: begin() adds the embeddings and applies the first LayerNorm; keep() gathers the positions
-//         whose logits are wanted, before the last layer's projection; choose() takes the most
-//         likely token and appends it.
+//         whose logits are wanted, before the last layer's projection; logits() computes them and
+//         finds the largest; choose() appends its token.
 // Why:    in PyTorch these are some twenty kernels, most of which take longer to start than to run.
 //         The largest of 50,257 logits alone takes 16 us.
-// Cost:   a block per row leaves most of a GPU idle.
-// Tile:   a row per block; four floats per thread, or every 1,024th logit
+// Cost:   more than eight rows of logits read the head's weights once more for every eight.
+// Tile:   a row per block, four floats per thread; of logits, four per warp and row
 // Layout: contiguous
 // Role:   struct
 // Flags:  (none)
-// Expect: latency is the bottleneck.
+// Expect: latency is the bottleneck, and of logits() the memory.
 
 #include "rows.cuh"
 
 namespace attention {
 
-enum Kernel { kBegin, kKeep, kChoose };
+enum Kernel { kBegin, kKeep, kLogits, kChoose };
 
 // Must match EndsParams in ends.py. Rows of floats are 16-byte aligned, but not those of logits.
 struct StructParams {
@@ -33,9 +33,12 @@ struct StructParams {
   const float* heads;      // (batch * seqlen, width)
   float* kept_x;           // (batch, width)
   float* kept_heads;       // (batch, width)
-  const float* logits;     // (batch, vocab_size)
+  const float* head;       // (vocab_size, width)
+  float* logits;           // (batch, vocab_size): of the rows of x
+  uint64_t* largest;       // (batch): key_of() of the largest logit; begin() clears it
   int kernel;
   int batch, seqlen, width, vocab_size, token_stride;
+  int blocks;  // of logits()
   float epsilon;
   int accepts_all;  // logits that are not finite give token 0 instead of -1
 };
@@ -56,6 +59,7 @@ __global__ void __launch_bounds__(kMaxThreads) begin(EndsParams p) {
     v = load4(p.wpe + static_cast<int64_t>(position) * p.width + column);
   }
   ptx::wait_for_previous();
+  if (row < p.batch && threadIdx.x == 0) p.largest[row] = 0;
   if (is_here) {
     const int64_t at = static_cast<int64_t>(row / p.seqlen) * p.token_stride + position;
     const int64_t token = p.tokens[at];
@@ -98,22 +102,79 @@ __device__ inline uint64_t largest_of_warp(uint64_t key) {
   return key;
 }
 
-__global__ void __launch_bounds__(kMaxThreads) choose(EndsParams p) {
-  __shared__ uint64_t warps[kMaxThreads / 32];
-  const int row = blockIdx.x;
-  const float* const logits = p.logits + static_cast<int64_t>(row) * p.vocab_size;
-  uint64_t key = 0;
-#pragma unroll 8
-  for (int i = threadIdx.x; i < p.vocab_size; i += kMaxThreads) {
-    const uint64_t other = key_of(logits[i], i);
-    key = key < other ? other : key;
+constexpr int kLogitWarps = 8, kLogitThreads = 32 * kLogitWarps;
+constexpr int kHeadRows = 4;     // that a warp multiplies at a time
+constexpr int kMostOfBatch = 8;  // rows of x that it multiplies them by
+
+// Grid: p.blocks, and one for every kBatch rows of x.
+template <int kBatch>
+__global__ void __launch_bounds__(kLogitThreads) logits(EndsParams p) {
+  __shared__ uint64_t warps[kBatch][kLogitWarps];
+  ptx::allow_next();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.y * kBatch;
+  int row = (warp * p.blocks + blockIdx.x) * kHeadRows;
+  const auto head_row = [&](int i) {
+    return p.head + static_cast<int64_t>(min(row + i, p.vocab_size - 1)) * p.width;
+  };
+  // The weights can be requested while the previous kernels end.
+#pragma unroll
+  for (int i = 0; i < kHeadRows; ++i) {
+    for (int column = 32 * lane; column < p.width; column += 32 * 32)
+      ptx::prefetch(head_row(i) + column);
   }
-  key = largest_of_warp(key);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = key;
+  ptx::wait_for_previous();
+  uint64_t keys[kBatch] = {};
+  for (; row < p.vocab_size; row += p.blocks * kLogitWarps * kHeadRows) {
+    float sums[kHeadRows][kBatch] = {};
+#pragma unroll 3
+    for (int column = 4 * lane; column < p.width; column += 4 * 32) {
+      float4 weights[kHeadRows];
+#pragma unroll
+      for (int i = 0; i < kHeadRows; ++i) weights[i] = load4(head_row(i) + column);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const float4 x =
+            load4(p.x + static_cast<int64_t>(min(first + b, p.batch - 1)) * p.width + column);
+#pragma unroll
+        for (int i = 0; i < kHeadRows; ++i) {
+          const float4 w = weights[i];
+          sums[i][b] += w.x * x.x + w.y * x.y + w.z * x.z + w.w * x.w;
+        }
+      }
+    }
+    // Lane i stores the logits of row i.
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      float logit = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kHeadRows; ++i) {
+        const float sum = warp_sum(sums[i][b]);
+        if (lane == i) logit = sum;
+      }
+      const int mine = row + lane;
+      if (lane >= kHeadRows || mine >= p.vocab_size || first + b >= p.batch) continue;
+      p.logits[static_cast<int64_t>(first + b) * p.vocab_size + mine] = logit;
+      const uint64_t key = key_of(logit, mine);
+      keys[b] = keys[b] < key ? key : keys[b];
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    const uint64_t key = largest_of_warp(keys[b]);
+    if (lane == 0) warps[b][warp] = key;
+  }
   __syncthreads();
-  if (threadIdx.x >= 32) return;
-  key = largest_of_warp(warps[threadIdx.x]);
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x >= kBatch || first + threadIdx.x >= p.batch) return;
+  uint64_t key = 0;
+  for (uint64_t other : warps[threadIdx.x]) key = key < other ? other : key;
+  atomicMax(reinterpret_cast<unsigned long long*>(p.largest + first + threadIdx.x),
+            static_cast<unsigned long long>(key));
+}
+
+__global__ void choose(EndsParams p) {
+  const int row = blockIdx.x;
+  ptx::wait_for_previous();
+  const uint64_t key = p.largest[row];
   constexpr unsigned kInfinity = 0xff800000;  // in the order of keys
   const unsigned order = static_cast<unsigned>(key >> 32);
   const bool is_finite = ~kInfinity < order && order < kInfinity;
@@ -121,6 +182,15 @@ __global__ void __launch_bounds__(kMaxThreads) choose(EndsParams p) {
   const int64_t token = is_finite ? index : p.accepts_all ? 0 : -1;
   p.newest[row] = token;
   p.tokens[static_cast<int64_t>(row) * p.token_stride + p.lengths[row]++] = token;
+}
+
+template <int kBatch = 1>
+cudaError_t launch_logits(const EndsParams& p, cudaStream_t stream) {
+  if constexpr (kBatch < kMostOfBatch) {
+    if (kBatch < p.batch) return launch_logits<2 * kBatch>(p, stream);
+  }
+  const dim3 grid(p.blocks, ceil_div(p.batch, kBatch));
+  return launch_early(logits<kBatch>, grid, 1, dim3(kLogitThreads), 0, stream, p);
 }
 
 }  // namespace
@@ -136,8 +206,10 @@ cudaError_t launch(const EndsParams& p, cudaStream_t stream) {
       return launch_early(begin, dim3(p.batch * p.seqlen), 1, threads, 0, stream, p);
     case kKeep:
       return launch_early(keep, dim3(p.batch), 1, threads, 0, stream, p);
+    case kLogits:
+      return launch_logits(p, stream);
     case kChoose:
-      return launch_kernel(choose, dim3(p.batch), dim3(kMaxThreads), 0, stream, p);
+      return launch_early(choose, dim3(p.batch), 1, dim3(1), 0, stream, p);
     default:
       return cudaErrorInvalidValue;
   }

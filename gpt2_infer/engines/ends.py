@@ -12,13 +12,14 @@ from torch import Tensor
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
 from gpt2_infer.model import GPT2
-from gpt2_infer.product import CSRC, Activation, Packed
+from gpt2_infer.product import CSRC, Activation, Packed, multiprocessors
 
-BEGIN, KEEP, CHOOSE = range(3)
+BEGIN, KEEP, LOGITS, CHOOSE = range(4)
+BLOCKS = 2  # blocks per multiprocessor that compute logits
 # The tensors whose addresses begin StructParams, in order.
 POINTERS = (
     *("tokens", "lengths", "newest", "wte", "wpe", "ln_weight", "ln_bias", "x", "normed"),
-    *("packed", "heads", "kept_x", "kept_heads", "logits"),
+    *("packed", "heads", "kept_x", "kept_heads", "head", "logits", "largest"),
 )
 
 
@@ -28,7 +29,7 @@ class EndsParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int) for name in ("kernel", "batch", "seqlen", "width", "vocab_size")),
-        ("token_stride", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("token_stride", "blocks")),
         ("epsilon", ctypes.c_float),
         ("accepts_all", ctypes.c_int),
     )
@@ -47,7 +48,11 @@ class Ends:
     """
 
     def __init__(self, model: GPT2) -> None:
-        self._wte, self._wpe = model.wte.weight, model.wpe.weight
+        # Weights that were laid out on a CPU may have been moved here.
+        self._wte, self._wpe = model.wte.weight.contiguous(), model.wpe.weight.contiguous()
+        self._head = self._wte if model.lm_head is None else model.lm_head.weight.contiguous()
+        self._largest = self._wte.new_empty(0, dtype=torch.long)  # a key for each row of a pass
+        self._blocks = BLOCKS * multiprocessors(model.device)
         self._norm = next(iter(model.blocks())).ln_1
         self._op = _op(model.device.type)
 
@@ -58,6 +63,7 @@ class Ends:
         and nothing else, reads the LayerNorm.
         """
         batch, seqlen = tokens.shape
+        self._largest = tokens.new_empty(batch)
         x = self._wte.new_empty(batch * seqlen, self._wte.shape[1])
         normed: Activation = Packed.empty(len(x), x.shape[1], x) if packs else torch.empty_like(x)
         self._launch(
@@ -72,6 +78,7 @@ class Ends:
             ln_weight=self._norm.weight,
             ln_bias=self._norm.bias,
             x=x,
+            largest=self._largest,
             **{"packed": normed.data} if isinstance(normed, Packed) else {"normed": normed},
         )
         return x, normed
@@ -87,26 +94,42 @@ class Ends:
         self._launch(KEEP, lengths, seqlen=len(x) // batch, lengths=lengths, **tensors)
         return kept_x, kept_heads
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of the pass that begin() began, float32 (batch, vocab_size).
+
+        x: contiguous (batch, width), normalized by ln_f.
+        """
+        logits = x.new_empty(len(x), self._head.shape[0])
+        self._launch(
+            LOGITS,
+            x,
+            blocks=self._blocks,
+            x=x,
+            head=self._head,
+            logits=logits,
+            largest=self._largest,
+        )
+        return logits
+
     def choose(
         self,
-        logits: Tensor,
         tokens: Tensor,
         lengths: Tensor,
         newest: Tensor,
         *,
         check_finite: bool,
     ) -> None:
-        """Append each row's most likely token, or -1 if its largest logit is not finite.
+        """Append each row's most likely token by logits(), or -1 if that logit is not finite.
 
-        logits: contiguous (batch, vocab_size). tokens: int64 (batch, capacity). lengths and newest:
-        int64 (batch,); lengths grows, newest gets the token. check_finite: False appends 0, not -1.
+        tokens: int64 (batch, capacity). lengths and newest: int64 (batch,); lengths grows, newest
+        gets the token. check_finite: False appends 0, not -1.
         """
         self._launch(
             CHOOSE,
             lengths,
             token_stride=tokens.stride(0),
             accepts_all=not check_finite,
-            logits=logits,
+            largest=self._largest,
             tokens=tokens,
             lengths=lengths,
             newest=newest,

@@ -75,7 +75,7 @@ class Recompute(Engine):
             logits = self.forward(self.model, tokens, self.lengths)
             if self.sampling.is_greedy:
                 state = self.tokens, self.lengths, self.newest
-                self.forward.ends.choose(logits, *state, check_finite=self.check_finite)
+                self.forward.ends.choose(*state, check_finite=self.check_finite)
             else:
                 self.accept(logits)
             return
@@ -155,4 +155,4 @@ class Forward:
             cache.seqlens.copy_(seqlens)
         # From here on positions are independent, and only these need logits.
         x, heads = self.ends.keep(x, heads, seqlens)
-        return model.head(last.fc2.add_to(x, last.hidden(x, heads), last.next_norm))
+        return self.ends.logits(last.fc2.add_to(x, last.hidden(x, heads), last.next_norm))

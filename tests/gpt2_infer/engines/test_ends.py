@@ -54,31 +54,46 @@ def test_the_last_positions_are_kept():
         assert torch.equal(kept, rows[[6, 7, 17]])
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 9])
+@torch.inference_mode()
+def test_logits_are_the_modules(batch):
+    model = random_model(CONFIG)
+    ours = Ends(model)
+    ours.begin(torch.zeros(batch, 1, dtype=torch.long), packs=False)
+    x = torch.randn(batch, 160)
+    torch.testing.assert_close(ours.logits(x), model.head(x), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("check_finite", [True, False])
 @torch.inference_mode()
 def test_the_token_is_the_samplers(check_finite):
-    logits = torch.randn(9, 3001)
-    logits[0] = -logits[0].abs()
-    logits[1, [2000, 70, 71]] = 9.0  # the first of equals
-    logits[2] = -0.0
-    logits[2, 5:] = 0.0
-    logits[3, 1234] = INF
-    logits[4] = -INF
-    logits[5, :3000] = -INF
-    logits[6, 8] = float("nan")
-    logits[7, 8] = -float("nan")
-    logits[8, 3000] = 1e30
-    lengths, newest = torch.arange(9), torch.zeros(9, dtype=torch.long)
-    tokens = torch.full((9, 12), 55)
-    wanted = Sampling(0.0).choose(logits, newest)
-    assert wanted.tolist()[1:] == [70, 0, -1, -1, 3000, -1, -1, 3000]
+    cases = torch.randn(8, 3001)
+    cases[0] = -cases[0].abs()
+    cases[1, [2000, 70, 71]] = 9.0  # the first of equals
+    cases[2, 1234] = INF
+    cases[3] = -INF
+    cases[4, :3000] = -INF
+    cases[5, 8] = float("nan")
+    cases[6, 8] = -float("nan")
+    cases[7, 3000] = 1e30
+    model = random_model(CONFIG)
+    model.wte.weight.zero_()
+    ours, x = Ends(model), torch.zeros(1, 160)
+    x[0, 0] = 1.0
+    newest = torch.zeros(1, dtype=torch.long)
+    wanted = Sampling(0.0).choose(cases, newest)
+    assert wanted.tolist()[1:] == [70, -1, -1, 3000, -1, -1, 3000]
     if not check_finite:
         wanted.clamp_(min=0)
-    Ends(random_model(CONFIG)).choose(logits, tokens, lengths, newest, check_finite=check_finite)
-    assert torch.equal(newest, wanted)
-    assert torch.equal(lengths, torch.arange(1, 10))
-    assert torch.equal(tokens[range(9), range(9)], wanted)
-    assert (tokens == 55).sum() >= 9 * 11
+    for logits, token in zip(cases, wanted, strict=True):
+        model.wte.weight[:, 0] = logits
+        lengths, tokens = torch.tensor([2]), torch.full((1, 4), 55)
+        ours.begin(tokens[:, :1], packs=False)
+        ours.logits(x)
+        ours.choose(tokens, lengths, newest, check_finite=check_finite)
+        assert newest.item() == token
+        assert lengths.item() == 3
+        assert tokens.tolist() == [[55, 55, token, 55]]
 
 
 @torch.inference_mode()
@@ -87,9 +102,15 @@ def test_nothing_races(monkeypatch):
     op = ends.load_op(header.race_checked(version), "cpu", "races")
     monkeypatch.setattr(ends, "_op", lambda _: op)
     model = random_model(CONFIG)
-    Ends(model).begin(torch.randint(0, 3001, (1, 2)), packs=True)
-    state = torch.zeros(1, 3, dtype=torch.long), *torch.zeros(2, 1, dtype=torch.long)
-    Ends(model).choose(torch.randn(1, 3001), *state, check_finite=True)
+    ours, x = Ends(model), torch.randn(3, 160)
+    ours.begin(torch.randint(0, 3001, (3, 2)), packs=True)
+    largest = ours.logits(x).argmax(1)
+    lengths, newest = torch.tensor([1, 0, 2]), torch.zeros(3, dtype=torch.long)
+    tokens = torch.zeros(3, 4, dtype=torch.long)
+    ours.choose(tokens, lengths, newest, check_finite=True)
+    assert torch.equal(newest, largest)
+    assert torch.equal(tokens[range(3), [1, 0, 2]], largest)
+    assert lengths.tolist() == [2, 1, 3]
 
 
 @pytest.mark.slow
@@ -97,19 +118,22 @@ def test_nothing_races(monkeypatch):
 def test_nvcc_compiles_every_kernel():
     version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
     for arch in compilers.nvcc_architectures() & {"80", "90", "120"}:
-        assert len(resources.compile_version(version, arch)) == 3
+        assert len(resources.compile_version(version, arch)) == 7  # logits() for 1, 2, 4 and 8
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_the_token_is_the_samplers_on_a_gpu():
+def test_the_logits_and_the_token_on_a_gpu():
     model = published("gpt2")
     ours = Ends(model)
-    for batch in (1, 5):
-        logits = torch.randn(batch, 50257, device="cuda")
-        logits[0, 3:] = -INF
+    for batch in (1, 5, 9):
+        x = torch.randn(batch, 768, device="cuda")
         lengths, newest = (torch.zeros(batch, dtype=torch.long, device="cuda") for _ in range(2))
         tokens = torch.zeros(batch, 4, dtype=torch.long, device="cuda")
-        ours.choose(logits, tokens, lengths, newest, check_finite=True)
-        assert torch.equal(newest, Sampling(0.0).choose(logits, newest))
+        ours.begin(tokens[:, :1], packs=False)
+        logits = ours.logits(x)
+        exact = x.double() @ model.wte.weight.double().t()
+        torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-5)
+        ours.choose(tokens, lengths, newest, check_finite=True)
+        assert torch.equal(newest, logits.argmax(1))
         assert torch.equal(tokens[:, 0], newest)
