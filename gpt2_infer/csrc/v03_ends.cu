@@ -104,6 +104,7 @@ __device__ inline uint64_t largest_of_warp(uint64_t key) {
 
 constexpr int kLogitWarps = 8, kLogitThreads = 32 * kLogitWarps;
 constexpr int kHeadRows = 4;     // that a warp multiplies at a time
+constexpr int kAtOnce = 3;       // times 16 bytes of each are loaded at a time
 constexpr int kMostOfBatch = 8;  // rows of x that it multiplies them by
 
 // Grid: p.blocks, and one for every kBatch rows of x.
@@ -116,29 +117,32 @@ __global__ void __launch_bounds__(kLogitThreads) logits(EndsParams p) {
   const auto head_row = [&](int i) {
     return p.head + static_cast<int64_t>(min(row + i, p.vocab_size - 1)) * p.width;
   };
-  // The weights can be requested while the previous kernels end.
-#pragma unroll
-  for (int i = 0; i < kHeadRows; ++i) {
-    for (int column = 32 * lane; column < p.width; column += 32 * 32)
-      ptx::prefetch(head_row(i) + column);
-  }
   ptx::wait_for_previous();
   uint64_t keys[kBatch] = {};
   for (; row < p.vocab_size; row += p.blocks * kLogitWarps * kHeadRows) {
     float sums[kHeadRows][kBatch] = {};
-#pragma unroll 3
-    for (int column = 4 * lane; column < p.width; column += 4 * 32) {
-      float4 weights[kHeadRows];
+    for (int start = 4 * lane; start < p.width; start += kAtOnce * 4 * 32) {
+      float4 weights[kAtOnce][kHeadRows] = {};
 #pragma unroll
-      for (int i = 0; i < kHeadRows; ++i) weights[i] = load4(head_row(i) + column);
+      for (int a = 0; a < kAtOnce; ++a) {
+        const int column = start + a * 4 * 32;
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const float4 x =
-            load4(p.x + static_cast<int64_t>(min(first + b, p.batch - 1)) * p.width + column);
+        for (int i = 0; i < kHeadRows; ++i)
+          if (column < p.width) weights[a][i] = load4(head_row(i) + column);
+      }
 #pragma unroll
-        for (int i = 0; i < kHeadRows; ++i) {
-          const float4 w = weights[i];
-          sums[i][b] += w.x * x.x + w.y * x.y + w.z * x.z + w.w * x.w;
+      for (int a = 0; a < kAtOnce; ++a) {
+        const int column = start + a * 4 * 32;
+        if (column >= p.width) continue;
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const float4 x =
+              load4(p.x + static_cast<int64_t>(min(first + b, p.batch - 1)) * p.width + column);
+#pragma unroll
+          for (int i = 0; i < kHeadRows; ++i) {
+            const float4 w = weights[a][i];
+            sums[i][b] += w.x * x.x + w.y * x.y + w.z * x.z + w.w * x.w;
+          }
         }
       }
     }

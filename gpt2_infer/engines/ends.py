@@ -15,7 +15,7 @@ from gpt2_infer.model import GPT2
 from gpt2_infer.product import CSRC, Activation, Packed, multiprocessors
 
 BEGIN, KEEP, LOGITS, CHOOSE = range(4)
-BLOCKS = 2  # blocks per multiprocessor that compute logits
+BLOCKS = 3  # blocks per multiprocessor that compute logits; found by trial on an H200
 # The tensors whose addresses begin StructParams, in order.
 POINTERS = (
     *("tokens", "lengths", "newest", "wte", "wpe", "ln_weight", "ln_bias", "x", "normed"),
