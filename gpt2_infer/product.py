@@ -28,7 +28,8 @@ from gpt2_infer.errors import RequestError
 CSRC = Path(__file__).parent / "csrc"
 BIAS, GELU, RESIDUAL = range(3)
 MAX_EVEN = 8  # most parts per tile to try, if all tiles have as many
-MAX_UNEVEN = 3  # parts per tile, if not; with more, products took up to 30 % longer on an H200
+# Parts per tile, if not; with four or more, float32's products took 9 to 33 % longer on an H200.
+MAX_UNEVEN = 3
 MAX_NORM = 4096  # largest number of columns of a LayerNorm
 EMULATED_MULTIPROCESSORS = 8
 
@@ -64,8 +65,8 @@ def check_products(
         raise RequestError(f"products {products} cannot be used: {'; '.join(reasons)}")
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return how many a GPU has, or as many as blocks are planned for on the emulated one."""
+def count_multiprocessors(device: torch.device) -> int:
+    """Return the number of a device's multiprocessors; for the emulator, the number to plan for."""
     if device.type != "cuda":
         return EMULATED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -112,8 +113,8 @@ KERNELS: dict[ProductsName, Kernel] = {
     "ieee-fp32": Kernel(
         "v01_matrix_product.cu",
         (
-            Tile(32, 64, 64, (1.10, 1.52)),
-            Tile(32, 64, 64, (1.02, 2.29, 2.24)),
+            Tile(32, 64, 64, (1.10, 1.52)),  # 8 warps
+            Tile(32, 64, 64, (1.02, 2.29, 2.24)),  # 4 warps, as the next
             Tile(32, 128, 32, (0.91, 1.90, 2.10)),
         ),
         again_us=2.80,
@@ -167,8 +168,9 @@ class Plan:
 def plans(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> list[Plan]:
     """Return the plans that are worth considering for a product.
 
-    Either tiles are whole, or they are cut into as many parts each that can run at once, or all
-    multiprocessors run as many blocks as fit: fewer may gather on some of the multiprocessors.
+    Either tiles are whole, or they are cut into the same number of parts, all of which run at once,
+    or there are as many blocks as fit, up to MAX_UNEVEN for each tile: fewer blocks may gather on
+    some of the multiprocessors.
     """
     found = []
     for index, tile in enumerate(kernel.tiles):
@@ -289,7 +291,7 @@ class Product:
         self.weight, self.exponents = weight.contiguous(), None
         if products == "3xfp16":
             self.weight, self.exponents = pack(weight)
-        self._multiprocessors = multiprocessors(weight.device)
+        self._multiprocessors = count_multiprocessors(weight.device)
         self._op = _op(self.kernel.file, weight.device.type)
 
     def __call__(self, x: Activation, *, gelu: bool = False) -> Tensor:

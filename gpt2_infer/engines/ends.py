@@ -12,10 +12,11 @@ from torch import Tensor
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
 from gpt2_infer.model import GPT2
-from gpt2_infer.product import CSRC, Activation, Packed, multiprocessors
+from gpt2_infer.product import CSRC, Activation, Packed, count_multiprocessors
 
 BEGIN, KEEP, LOGITS, CHOOSE = range(4)
-BLOCKS = 3  # blocks per multiprocessor that compute logits; found by trial on an H200
+# Blocks of logits() per multiprocessor, for one row and for more: as many as fit.
+BLOCKS_OF_ONE, BLOCKS_OF_MORE = 3, 2
 # The tensors whose addresses begin StructParams, in order.
 POINTERS = (
     *("tokens", "lengths", "newest", "wte", "wpe", "ln_weight", "ln_bias", "x", "normed"),
@@ -49,10 +50,12 @@ class Ends:
 
     def __init__(self, model: GPT2) -> None:
         # Weights that were laid out on a CPU may have been moved here.
-        self._wte, self._wpe = model.wte.weight.contiguous(), model.wpe.weight.contiguous()
+        self._wte, self._wpe = model.wte.weight.contiguous(), model.wpe.weight
         self._head = self._wte if model.lm_head is None else model.lm_head.weight.contiguous()
-        self._largest = self._wte.new_empty(0, dtype=torch.long)  # a key for each row of a pass
-        self._blocks = BLOCKS * multiprocessors(model.device)
+        self._multiprocessors = count_multiprocessors(model.device)
+        # Those of the last pass; captured graphs write to them again.
+        self.last_logits = self._wte.new_empty(0, len(self._head))
+        self._largest = self._wte.new_empty(0, dtype=torch.long)  # a key for each row
         self._norm = next(iter(model.blocks())).ln_1
         self._op = _op(model.device.type)
 
@@ -63,7 +66,8 @@ class Ends:
         and nothing else, reads the LayerNorm.
         """
         batch, seqlen = tokens.shape
-        self._largest = tokens.new_empty(batch)
+        if len(self._largest) != batch:
+            self._largest = tokens.new_empty(batch)
         x = self._wte.new_empty(batch * seqlen, self._wte.shape[1])
         normed: Activation = Packed.empty(len(x), x.shape[1], x) if packs else torch.empty_like(x)
         self._launch(
@@ -97,19 +101,21 @@ class Ends:
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits of the pass that begin() began, float32 (batch, vocab_size).
 
-        x: contiguous (batch, width), normalized by ln_f.
+        The next pass overwrites them. x: contiguous (batch, width), normalized by ln_f.
         """
-        logits = x.new_empty(len(x), self._head.shape[0])
+        assert len(self._largest) == len(x), "call begin() first"
+        if len(self.last_logits) != len(x):
+            self.last_logits = x.new_empty(len(x), len(self._head))
         self._launch(
             LOGITS,
             x,
-            blocks=self._blocks,
+            blocks=(BLOCKS_OF_ONE if len(x) == 1 else BLOCKS_OF_MORE) * self._multiprocessors,
             x=x,
             head=self._head,
-            logits=logits,
+            logits=self.last_logits,
             largest=self._largest,
         )
-        return logits
+        return self.last_logits
 
     def choose(
         self,
@@ -119,7 +125,7 @@ class Ends:
         *,
         check_finite: bool,
     ) -> None:
-        """Append each row's most likely token by logits(), or -1 if that logit is not finite.
+        """Append each row's most likely token by logits(), or -1 if the largest is not finite.
 
         tokens: int64 (batch, capacity). lengths and newest: int64 (batch,); lengths grows, newest
         gets the token. check_finite: False appends 0, not -1.

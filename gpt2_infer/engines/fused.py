@@ -86,6 +86,7 @@ class Fused(Cached):
     """Decodes in our own kernels; a graph holds a step's kernels, and the sampler if not greedy."""
 
     fused_step: FusedStep | None = None
+    forward: Forward | None = None
     arch: str | None = None
     """For tests and studies: the architecture to build the portable step for, "compute_80"."""
 
@@ -106,7 +107,9 @@ class Fused(Cached):
         if forward_reasons(self.model, tokens.numel()):
             super().prefill()
             return
-        self.accept(Forward(self.model)(self.model, tokens, self.lengths, self.cache))
+        if self.forward is None:
+            self.forward = Forward(self.model)
+        self.accept(self.forward(self.model, tokens, self.lengths, self.cache))
 
     def prepare_decode(self) -> None:
         """Build the kernels and pack the weights."""

@@ -140,7 +140,7 @@ class Forward:
     def __call__(
         self, model: GPT2, tokens: Tensor, seqlens: Tensor, cache: KVCache | None = None
     ) -> Tensor:
-        """Return the logits at each row's last position, (batch, vocab_size).
+        """Return the logits at each row's last position, (batch, vocab_size), until the next call.
 
         model: the one given at creation, with any attention. tokens: int64 (batch, seqlen),
         right-padded; -1 is read as 0. seqlens: int64 (batch,). cache: an empty one to fill.

@@ -76,10 +76,12 @@ def test_a_product_is_right_in_every_mode(products, tile, parts):
     check(products, Plan(tile, size.count(m, n) * parts), m, n, k)
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
-def test_blocks_share_tiles_that_are_cut_anywhere(products):
+@pytest.mark.parametrize(("products", "tile"), EVERY_TILE)
+def test_blocks_share_tiles_that_are_cut_anywhere(products, tile):
+    size = KERNELS[products].tiles[tile]
+    m, n = 2 * size.block_m + 6, 2 * size.block_n
     for blocks in (5, 7):  # the product has 6 tiles
-        check(products, Plan(tile_index(products, 32, 64), blocks), 70, 128, 256)
+        check(products, Plan(tile, blocks), m, n, 256)
 
 
 @pytest.mark.parametrize("products", PRODUCTS)

@@ -16,6 +16,7 @@ from gpt2_infer.diverge.engines import diverge_engines
 from gpt2_infer.engines import base, fused, make_engine
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused, StepShape
+from gpt2_infer.engines.recompute import Forward, Recompute
 from tests.conftest import rewrite
 from tests.gpt2_infer.cli.program import run
 from tests.gpt2_infer.engines.common import random_model
@@ -180,6 +181,22 @@ def test_the_cache_and_logits_of_a_fused_step_are_compared(
     if path:
         stage = result.b.stage
         assert (stage.step, stage.layer, stage.name) == (1, layer, name)
+
+
+@pytest.mark.parametrize("path", [None, "ln_f.bias"])
+def test_the_logits_of_a_fused_pass_are_compared(path, monkeypatch, break_second):
+    class EmulatedRecompute(Recompute):
+        def warm_up(self):
+            self.forward = Forward(self.other)
+            super().warm_up()
+
+    monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
+    break_second(
+        lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedRecompute, "fused"
+    )
+    model = random_model(CONFIG)
+    result = diverge_engines(model, "eager", "eager", [1, 2, 3], max_new_tokens=3, mode="recompute")
+    assert result.passed == (path is None), str(result)
 
 
 @pytest.mark.gpu

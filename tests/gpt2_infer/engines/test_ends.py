@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -16,6 +18,14 @@ from tests.gpt2_infer.engines.common import published, random_model
 
 CONFIG = GPT2Config(vocab_size=3001, n_positions=40, n_embd=160, n_layer=1, n_head=2)
 INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_not_zero():
+    """Fill new tensors, so that it shows which elements nothing has written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("seqlen", [1, 9])
@@ -57,11 +67,22 @@ def test_the_last_positions_are_kept():
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 9])
 @torch.inference_mode()
 def test_logits_are_the_modules(batch):
-    model = random_model(CONFIG)
+    model = random_model(dataclasses.replace(CONFIG, n_embd=416))  # two loops over a row
     ours = Ends(model)
     ours.begin(torch.zeros(batch, 1, dtype=torch.long), packs=False)
-    x = torch.randn(batch, 160)
-    torch.testing.assert_close(ours.logits(x), model.head(x), rtol=0, atol=1e-5)
+    x = torch.randn(batch, 416)
+    torch.testing.assert_close(ours.logits(x), model.head(x), rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_weights_that_were_laid_out_on_a_cpu():
+    model, tokens = random_model(CONFIG), torch.randint(0, 3001, (1, 5))
+    wanted, x = model.embed(tokens), torch.randn(1, 160)
+    logits = model.head(x)
+    model.wte.weight = torch.nn.Parameter(model.wte.weight.t().contiguous().t())
+    ours = Ends(model)
+    assert torch.equal(ours.begin(tokens, packs=False)[0], wanted)
+    torch.testing.assert_close(ours.logits(x), logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("check_finite", [True, False])

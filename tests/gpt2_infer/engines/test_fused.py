@@ -20,9 +20,9 @@ from gpt2_infer.engines.fused import BlockedMatrix, Step, StepShape
 from gpt2_infer.model import KVCache
 from tests.gpt2_infer.engines.common import SIZES, published, random_model
 
-# An odd vocabulary, and a context of two splits.
+# An odd vocabulary, of which some warps compute two groups of rows, and a context of two splits.
 CONFIG = GPT2Config(
-    vocab_size=101,
+    vocab_size=1301,
     n_positions=160,
     n_embd=64,
     n_layer=3,
