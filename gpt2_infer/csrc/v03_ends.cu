@@ -4,13 +4,14 @@
 //         whose logits are wanted, before the last layer's projection; logits() computes them and
 //         finds the largest; choose() appends its token.
 // Why:    in PyTorch these are some twenty kernels, most of which take longer to start than to run.
-//         The largest of 50,257 logits alone takes 16 us.
-// Cost:   more than eight rows of logits read the head's weights once more for every eight.
-// Tile:   a row per block, four floats per thread; of logits, four per warp and row
+//         Finding the largest of 50,257 logits alone takes 16 us.
+// Cost:   logits() reads the head's weights once per eight rows.
+// Tile:   a row per block, four floats per thread; logits(): four logits per warp at a time, for up to
+//         eight rows
 // Layout: contiguous
 // Role:   struct
 // Flags:  (none)
-// Expect: latency is the bottleneck, and of logits() the memory.
+// Expect: latency is the bottleneck; for logits(), memory bandwidth.
 
 #include "rows.cuh"
 
@@ -103,11 +104,11 @@ __device__ inline uint64_t largest_of_warp(uint64_t key) {
 }
 
 constexpr int kLogitWarps = 8, kLogitThreads = 32 * kLogitWarps;
-constexpr int kHeadRows = 4;     // that a warp multiplies at a time
-constexpr int kAtOnce = 3;       // times 16 bytes of each are loaded at a time
-constexpr int kMostOfBatch = 8;  // rows of x that it multiplies them by
+constexpr int kHeadRows = 4;     // rows of the head per warp at a time
+constexpr int kAtOnce = 3;       // loads of 16 bytes per lane and row in flight
+constexpr int kMostOfBatch = 8;  // rows of x per block
 
-// Grid: p.blocks, and one for every kBatch rows of x.
+// Grid: p.blocks, ceil(batch / kBatch).
 template <int kBatch>
 __global__ void __launch_bounds__(kLogitThreads) logits(EndsParams p) {
   __shared__ uint64_t warps[kBatch][kLogitWarps];

@@ -104,7 +104,7 @@ __device__ constexpr int factor_at(int k, int row) {
   return kUsesTensorCores ? row * (K + kPadding) + k : k * kBatch + row;
 }
 
-// The results of attention's splits, if it has no clusters: O before the division, row_max, row_sum.
+// The results of attention's splits, if kIsPortable: O before the division, row_max, row_sum.
 struct Splits {
   alignas(16) float o[kBatch][kMaxSplits][kEmbd];
   float row_max[kBatch][kHeads][kMaxSplits];
@@ -717,7 +717,8 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
 
 constexpr int kAttendWarps = 8;
 constexpr int kAttendThreads = 32 * kAttendWarps;
-// Most blocks of attention; with more, steps were slower on an H200.
+// Upper limit on attention's blocks: 1.6 per multiprocessor, found by trial on an H200. kHeadBlocks is
+// one per multiprocessor.
 constexpr int kMostAttending = kHeadBlocks * 8 / 5;
 // The most blocks that share the splits of a row and head, a power of two.
 constexpr int most_blocks(int blocks = 8) {
@@ -1192,7 +1193,7 @@ struct Chain {
     using P = Product<kKind>;
     add(product<kKind>, P::N / P::kColumns, 1, P::kThreads, kProductBytes<kKind>, p, layer);
   }
-  // One block for each split of a full cache, if there is room.
+  // One block for each split of a full cache, rounded up to a power of two, up to most_blocks().
   template <int kBlocks = 1>
   void add_attention(const StepParams& p, int layer) {
     const int splits = ceil_div(p.max_seqlen, kSplit);
