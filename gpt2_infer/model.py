@@ -283,7 +283,7 @@ class GPT2(nn.Module):
             model = cls(config, attention=attention, decode_attention=decode_attention)
         checkpoint.load_into(model, device, dtype, seed)
         model.tokenizer = checkpoint.tokenizer
-        model._head_weight.data = with_room(model._head_weight.data)
+        model.head_weight.data = with_room(model.head_weight.data)
         return model.requires_grad_(False).eval().with_products(products)
 
     @property
@@ -297,7 +297,8 @@ class GPT2(nn.Module):
         return self.wte.weight.dtype
 
     @property
-    def _head_weight(self) -> Tensor:
+    def head_weight(self) -> Tensor:
+        """The weights of the logits, (vocab_size, n_embd)."""
         return (self.wte if self.lm_head is None else self.lm_head).weight
 
     @property
@@ -489,7 +490,7 @@ class GPT2(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """Return the logits of rows normalized by ln_f."""
-        return project(x, self._head_weight)
+        return project(x, self.head_weight)
 
 
 def _cache_submodules(module: nn.Module) -> None:

@@ -178,8 +178,8 @@ def plans(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> list[
             continue
         tiles, slabs = tile.count(m, n), k // tile.block_k
         at_once = multiprocessors * tile.resident
-        most = min(slabs, MAX_EVEN, at_once // tiles)
-        blocks = {tiles * parts for parts in range(1, most + 1)} | {tiles}
+        most = max(1, min(slabs, MAX_EVEN, at_once // tiles))
+        blocks = {tiles * parts for parts in range(1, most + 1)}
         if at_once <= tiles * min(slabs, MAX_UNEVEN):
             blocks.add(at_once)
         found += [Plan(index, count) for count in sorted(blocks)]

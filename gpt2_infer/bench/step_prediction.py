@@ -20,7 +20,7 @@ from gpt2_infer.bench.prediction import find_gpu
 from gpt2_infer.bench.record import DecodeCell, Row
 from gpt2_infer.bench.study import Contender, StepPredictionStudy, Subject
 from gpt2_infer.config import named_config
-from gpt2_infer.engines.base import GRAPH_LENGTH_STEP, round_up
+from gpt2_infer.engines.base import GRAPH_LENGTH_STEP, padded_length
 from gpt2_infer.engines.fused import EARLY, POINTERS, StepParams, StepShape
 from gpt2_infer.errors import RequestError
 
@@ -77,8 +77,7 @@ def predict_step(cell: DecodeCell, gpu: GpuModel) -> tuple[list[Link], Chain]:
         raise RequestError(f"a step of {cell.model} at batch {cell.batch}: {text}")
     names = POINTERS.split()
     place = {name: number for number, name in enumerate(names, 1)}  # terabytes
-    needed = round_up(cell.prompt_tokens + cell.new_tokens, GRAPH_LENGTH_STEP)
-    capacity = min(needed, config.n_positions)
+    capacity = padded_length(cell.prompt_tokens + cell.new_tokens, GRAPH_LENGTH_STEP, config)
     params = StepParams(
         *(number << 40 for number in place.values()),
         capacity,

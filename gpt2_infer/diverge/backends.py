@@ -37,7 +37,7 @@ from attention_kernels.judge.calls import Request
 from attention_kernels.judge.reference import Verdict, error_budget, naive_attention, truth
 from attention_kernels.judge.worker import Runner, open_runner
 from gpt2_infer.diverge import report
-from gpt2_infer.engines.base import CPU_LENGTH_STEP
+from gpt2_infer.engines.base import CPU_LENGTH_STEP, padded_length
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate
 from gpt2_infer.model import GPT2, check_backend
@@ -209,7 +209,7 @@ def examine(
     prefixes = [[*p, *t[:examined]] for p, t in zip(runs[0].prompts, texts[0], strict=True)]
     length = len(prefixes[0])
     length_step = runs[1].length_step if runs[1].mode == "recompute" else CPU_LENGTH_STEP
-    seqlen = min(-(-length // length_step) * length_step, model.config.n_positions)
+    seqlen = padded_length(length, length_step, model.config)
     padding = [0] * (seqlen - length)
     padded = torch.tensor([prefix + padding for prefix in prefixes], device=model.device)
     seqlens = torch.tensor([length] * len(prefixes), device=model.device)

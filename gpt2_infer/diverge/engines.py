@@ -27,8 +27,6 @@ from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.diverge import report
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.cached import Cached
-from gpt2_infer.engines.fused import Fused
-from gpt2_infer.engines.recompute import Recompute
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Mode, Request
@@ -172,11 +170,8 @@ class _Run:
         self.wrong_choice: int | None = None
         for step in range(steps):
             engine.step(step)
-            logits = recorder.logits
-            if isinstance(engine, Fused) and engine.fused_step is not None and step > 0:
-                logits = engine.fused_step.logits
-            if isinstance(engine, Recompute) and engine.forward is not None:
-                logits = engine.forward.ends.last_logits
+            own = engine.own_logits(step)
+            logits = recorder.logits if own is None else own
             self.logits[step] = logits[0]
             token = int(engine.newest[0])
             if self.wrong_choice is None and logits[0, token] < logits.max():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2_infer import product
+from gpt2_infer.config import GPT2Config
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName, Request
 
@@ -65,7 +66,7 @@ class Engine:
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
         """Return the capacity of a row in tokens."""
         last = max(map(len, request.rows)) + request.max_new_tokens
-        return min(round_up(last, length_step(name, model.device)), model.config.n_positions)
+        return padded_length(last, length_step(name, model.device), model.config)
 
     def begin(self, model: GPT2, request: Request) -> None:
         """Start a request of the engine's shape; the engine must be new or cleared."""
@@ -124,6 +125,13 @@ class Engine:
         """Enqueue a step without waiting for the device."""
         raise NotImplementedError
 
+    def own_logits(self, step: int) -> Tensor | None:
+        """Return the logits that a kernel of the step has computed, (batch, vocab_size), if any.
+
+        A greedy step then chooses its tokens without the sampler. The next step overwrites them.
+        """
+        return None
+
     def backend(self, step: int) -> str:
         """Return the name of the attention that a step uses."""
         return self.model.attention.name
@@ -167,6 +175,20 @@ def length_step(name: EngineName, device: torch.device) -> int:
 def round_up(length: int, step: int) -> int:
     """Return the length rounded up to a multiple of step."""
     return -(-length // step) * step
+
+
+def padded_length(length: int, step: int, config: GPT2Config) -> int:
+    """Return the length rounded up to a multiple of step, or n_positions if that is less."""
+    return min(round_up(length, step), config.n_positions)
+
+
+def weights_by_rows(model: GPT2) -> tuple[Tensor, Tensor]:
+    """Return the embeddings of tokens and the weights of the logits, contiguous.
+
+    Those that were laid out on a CPU and moved to a GPU are copied.
+    """
+    wte = model.wte.weight.contiguous()
+    return wte, wte if model.lm_head is None else model.lm_head.weight.contiguous()
 
 
 def kernel_reasons(model: GPT2, dtypes: Sequence[str]) -> list[str]:

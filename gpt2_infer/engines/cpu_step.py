@@ -158,7 +158,7 @@ class CPUStep:
         self.logits = wte.new_zeros(batch, config.vocab_size)
         shared = wte.new_empty(batch, 6 * config.n_embd + config.inner_dim)
         own = wte.new_empty(threads, batch * config.n_embd + max_seqlen)
-        head = wte if model.lm_head is None else model.lm_head.weight
+        head = model.head_weight
         self._kept: list[Tensor] = []  # the code holds their addresses
         embeddings = (wte, model.wpe.weight.contiguous())
         state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, shared, own)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
+from gpt2_infer.engines.base import weights_by_rows
 from gpt2_infer.model import GPT2
 from gpt2_infer.product import CSRC, Activation, Packed, count_multiprocessors
 
@@ -49,9 +50,8 @@ class Ends:
     """
 
     def __init__(self, model: GPT2) -> None:
-        # Weights that were laid out on a CPU may have been moved here.
-        self._wte, self._wpe = model.wte.weight.contiguous(), model.wpe.weight
-        self._head = self._wte if model.lm_head is None else model.lm_head.weight.contiguous()
+        self._wte, self._head = weights_by_rows(model)
+        self._wpe = model.wpe.weight
         self._multiprocessors = count_multiprocessors(model.device)
         # Those of the last pass; captured graphs write to them again.
         self.last_logits = self._wte.new_empty(0, len(self._head))
@@ -68,6 +68,7 @@ class Ends:
         batch, seqlen = tokens.shape
         if len(self._largest) != batch:
             self._largest = tokens.new_empty(batch)
+            self.last_logits = self._wte.new_empty(batch, len(self._head))
         x = self._wte.new_empty(batch * seqlen, self._wte.shape[1])
         normed: Activation = Packed.empty(len(x), x.shape[1], x) if packs else torch.empty_like(x)
         self._launch(
@@ -104,8 +105,6 @@ class Ends:
         The next pass overwrites them. x: contiguous (batch, width), normalized by ln_f.
         """
         assert len(self._largest) == len(x), "call begin() first"
-        if len(self.last_logits) != len(x):
-            self.last_logits = x.new_empty(len(x), len(self._head))
         self._launch(
             LOGITS,
             x,

@@ -22,7 +22,7 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.engines.base import kernel_reasons
+from gpt2_infer.engines.base import kernel_reasons, weights_by_rows
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.recompute import Forward, forward_reasons
 from gpt2_infer.model import GPT2, KVCache
@@ -120,6 +120,10 @@ class Fused(Cached):
         self.fused_step = Step(
             self.model, *state, self.sampling.is_greedy, shape=shape, arch=self.arch
         )
+
+    def own_logits(self, step: int) -> Tensor | None:
+        """Return the logits of a step after the prompt."""
+        return self.fused_step.logits if self.fused_step is not None and step > 0 else None
 
     def decode(self) -> None:
         """Run the newest token of each row and accept the next."""
@@ -443,9 +447,7 @@ class Step:
         packed = pack(model, shape)
         self.logits = torch.zeros(batch, config.vocab_size, dtype=torch.float32, device=device)
         scratch = torch.zeros(shape.scratch_floats, dtype=torch.float32, device=device)
-        # Weights that were laid out on a CPU may have been moved here.
-        wte, wpe = model.wte.weight.contiguous(), model.wpe.weight.contiguous()
-        head = wte if model.lm_head is None else model.lm_head.weight.contiguous()
+        (wte, head), wpe = weights_by_rows(model), model.wpe.weight.contiguous()
         weights = (packed.weights, packed.vectors, packed.ln_f, wte, wpe, head)
         state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, scratch)
         self._kept = (*weights, *state)  # kept alive: the kernels hold these pointers

@@ -94,6 +94,10 @@ class Recompute(Engine):
             self.run(length)
             self.capture(length)
 
+    def own_logits(self, step: int) -> Tensor | None:
+        """Return the logits of a step of the fused engine."""
+        return None if self.forward is None else self.forward.ends.last_logits
+
     def capture(self, length: int) -> None:
         """Capture a graph of a length that has just run.
 

@@ -88,7 +88,7 @@ def test_weights_that_were_laid_out_on_a_cpu():
 @pytest.mark.parametrize("check_finite", [True, False])
 @torch.inference_mode()
 def test_the_token_is_the_samplers(check_finite):
-    cases = torch.randn(8, 3001)
+    cases = torch.randn(9, 3001)
     cases[0] = -cases[0].abs()
     cases[1, [2000, 70, 71]] = 9.0  # the first of equals
     cases[2, 1234] = INF
@@ -97,13 +97,15 @@ def test_the_token_is_the_samplers(check_finite):
     cases[5, 8] = float("nan")
     cases[6, 8] = -float("nan")
     cases[7, 3000] = 1e30
+    cases[8] = -0.0
+    cases[8, 5:] = 0.0
     model = random_model(CONFIG)
     model.wte.weight.zero_()
     ours, x = Ends(model), torch.zeros(1, 160)
     x[0, 0] = 1.0
     newest = torch.zeros(1, dtype=torch.long)
     wanted = Sampling(0.0).choose(cases, newest)
-    assert wanted.tolist()[1:] == [70, -1, -1, 3000, -1, -1, 3000]
+    assert wanted.tolist()[1:] == [70, -1, -1, 3000, -1, -1, 3000, 0]
     if not check_finite:
         wanted.clamp_(min=0)
     for logits, token in zip(cases, wanted, strict=True):
