@@ -200,9 +200,17 @@ def test_the_logits_of_a_fused_pass_are_compared(path, monkeypatch, break_second
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("engine", "mode"), [("graph", "recompute"), ("graph", "kv-cache"), ("fused", "kv-cache")]
+    ("engine", "mode", "dtype"),
+    [
+        ("graph", "recompute", torch.float32),
+        ("graph", "recompute", torch.bfloat16),
+        ("graph", "kv-cache", torch.float32),
+        ("graph", "kv-cache", torch.bfloat16),
+        ("fused", "recompute", torch.float32),
+        ("fused", "kv-cache", torch.float32),
+        ("fused", "kv-cache", torch.bfloat16),
+    ],
 )
 def test_engines_on_a_gpu_differ_by_rounding_alone(engine, mode, dtype):
     model = GPT2.from_pretrained("demo", device="cuda", dtype=dtype)

@@ -46,8 +46,11 @@ class State:
 
 
 @torch.inference_mode()
-def state_after(model: GPT2, lengths: list[int]) -> State:
-    """Return the state after random prompts of these lengths."""
+def state_after(model: GPT2, lengths: list[int], capacity: int | None = None) -> State:
+    """Return the state after random prompts of these lengths.
+
+    capacity: the cache's; by default the model's positions.
+    """
     device, config = model.device, model.config
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(
@@ -56,7 +59,7 @@ def state_after(model: GPT2, lengths: list[int]) -> State:
     counts, positions = torch.tensor(lengths), torch.arange(config.n_positions)
     tokens = prompts.where(positions < counts[:, None], 0).to(device)
     counts = counts.to(device)
-    cache = KVCache.allocate(model, len(lengths), config.n_positions)
+    cache = KVCache.allocate(model, len(lengths), capacity or config.n_positions)
     logits = model(tokens[:, : max(lengths)], seqlens=counts, cache=cache)[:, 0]
     newest = logits.argmax(-1)
     tokens[torch.arange(len(lengths), device=device), counts] = newest
@@ -100,10 +103,16 @@ def step_of(
 
 @torch.inference_mode()
 def check_steps(
-    model: GPT2, lengths: list[int], steps: int, tolerance: float, make=step_of, **how
+    model: GPT2,
+    lengths: list[int],
+    steps: int,
+    tolerance: float,
+    make=step_of,
+    capacity: int | None = None,
+    **how,
 ) -> torch.Tensor:
     """Compare each step with model.decode(); return the last step's logits."""
-    expected, state = state_after(model, lengths), state_after(model, lengths)
+    expected, state = (state_after(model, lengths, capacity) for _ in range(2))
     step = make(model, state, **how)
     rows = torch.arange(len(lengths), device=model.device)
     for _ in range(steps):
@@ -348,6 +357,14 @@ def test_every_size_and_batch_on_a_gpu(name, dtype, tolerance):
     for batch in (1, 8) if name != "gpt2" else (1, 2, 4, 8):
         for length in (1, 1000):
             check_steps(model, [length] * batch, 16, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [128, 256, 512])
+def test_a_short_cache_on_a_gpu(capacity):
+    """At batch 1, gpt2-medium has one block of attention per row, head and 128 keys."""
+    model = published("gpt2-medium", torch.float32)
+    check_steps(model, [capacity - 17], 16, 2e-5, capacity=capacity)
 
 
 @pytest.mark.gpu

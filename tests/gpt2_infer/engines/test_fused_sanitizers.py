@@ -1,37 +1,47 @@
-"""NVIDIA's compute-sanitizer on the portable step, built from compute_80's PTX.
+"""NVIDIA's compute-sanitizer on the three forms of the fused step.
 
-The model is small, and its hidden units' projection goes through a ring. The steps cross the end of
-a split of attention.
+The models are small; the portable step is built from compute_80's PTX, and its hidden units'
+projection goes through a ring. The steps cross the end of a split of attention.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 
 import pytest
 import torch
 
 from attention_kernels.inspection.sanitize import TOOLS, faults_on_gpu
+from gpt2_infer.engines import fused
 from gpt2_infer.model import KVCache
 from tests.gpt2_infer.engines.common import random_model
-from tests.gpt2_infer.engines.test_fused import CONFIG, State, step_of
+from tests.gpt2_infer.engines.test_fused import CONFIG, ONE_KERNEL, State, step_of
 
-SMALL = dataclasses.replace(CONFIG, n_layer=2, n_inner=4096)
-SHARED_KB = 50
+CHAIN = dataclasses.replace(CONFIG, n_layer=2, n_inner=4096)
+# Each form's model and the shared memory of a block.
+FORMS = {
+    "portable": (CHAIN, 50),
+    "chain": (CHAIN, 227),
+    "one kernel": (dataclasses.replace(ONE_KERNEL, n_layer=2), 227),
+}
 FIRST, STEPS = 126, 3  # cached tokens before the first step, and the number of steps
 
 
 @torch.inference_mode()
-def run_steps(device: str) -> None:
+def run_steps(form: str) -> None:
     """Run some steps over a random cache."""
-    model = random_model(SMALL, torch.bfloat16).to(device)
-    cache = KVCache.allocate(model, 1, SMALL.n_positions)
+    config, shared_kb = FORMS[form]
+    model = random_model(config, torch.bfloat16).to("cuda")
+    cache = KVCache.allocate(model, 1, config.n_positions)
     cache.kv.copy_(torch.randn(cache.kv.shape))
     cache.seqlens.fill_(FIRST)
-    tokens = torch.zeros(1, SMALL.n_positions, dtype=torch.long, device=device)
+    tokens = torch.zeros(1, config.n_positions, dtype=torch.long, device="cuda")
     newest, lengths = tokens[:, 0].clone(), torch.full_like(tokens[:, 0], FIRST + 1)
-    step = step_of(model, State(cache, newest, tokens, lengths), SHARED_KB, portable=True)
+    state = State(cache, newest, tokens, lengths)
+    step = step_of(model, state, shared_kb, portable=form == "portable")
+    assert fused.shape_on(model, 1).is_one_kernel == (form == "one kernel")
     for _ in range(STEPS):
         step()
     assert step.logits.isfinite().all()
@@ -40,11 +50,14 @@ def run_steps(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tool", [*TOOLS, "synccheck"])
-def test_compute_sanitizer_finds_no_fault_in_the_portable_step(tool):
-    run_steps("cuda")  # builds it
-    assert faults_on_gpu(tool, [__file__], timeout_s=60) == []
+def test_compute_sanitizer_finds_no_fault(tool, form):
+    if form != "portable" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("early launches need compute capability 9.0")
+    run_steps(form)  # builds it
+    assert faults_on_gpu(tool, [__file__, form], timeout_s=60) == []
 
 
 if __name__ == "__main__":
-    run_steps("cuda")
+    run_steps(sys.argv[1])
