@@ -13,6 +13,8 @@
 // Flags:  (none)
 // Expect: latency is the bottleneck; for logits(), memory bandwidth.
 
+#include <algorithm>
+
 #include "rows.cuh"
 
 namespace attention {
@@ -108,19 +110,20 @@ constexpr int kHeadRows = 4;     // rows of the head per warp at a time
 constexpr int kAtOnce = 3;       // loads of 16 bytes per lane and row in flight
 constexpr int kMostOfBatch = 8;  // rows of x per block
 
-// Grid: p.blocks, ceil(batch / kBatch).
+// Grid: blocks that share the rows of the head, groups of kBatch rows of x.
 template <int kBatch>
 __global__ void __launch_bounds__(kLogitThreads) logits(EndsParams p) {
   __shared__ uint64_t warps[kBatch][kLogitWarps];
   ptx::allow_next();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.y * kBatch;
-  int row = (warp * p.blocks + blockIdx.x) * kHeadRows;
+  const int blocks = gridDim.x;
+  int row = (warp * blocks + blockIdx.x) * kHeadRows;
   const auto head_row = [&](int i) {
     return p.head + static_cast<int64_t>(min(row + i, p.vocab_size - 1)) * p.width;
   };
   ptx::wait_for_previous();
   uint64_t keys[kBatch] = {};
-  for (; row < p.vocab_size; row += p.blocks * kLogitWarps * kHeadRows) {
+  for (; row < p.vocab_size; row += blocks * kLogitWarps * kHeadRows) {
     float sums[kHeadRows][kBatch] = {};
     for (int start = 4 * lane; start < p.width; start += kAtOnce * 4 * 32) {
       float4 weights[kAtOnce][kHeadRows] = {};
@@ -194,7 +197,10 @@ cudaError_t launch_logits(const EndsParams& p, cudaStream_t stream) {
   if constexpr (kBatch < kMostOfBatch) {
     if (kBatch < p.batch) return launch_logits<2 * kBatch>(p, stream);
   }
-  const dim3 grid(p.blocks, ceil_div(p.batch, kBatch));
+  // All run at once, so that the groups read the same weights at about the same time: once from
+  // memory, then from L2.
+  const int groups = ceil_div(p.batch, kBatch);
+  const dim3 grid(std::max(1, p.blocks / groups), groups);
   return launch_early(logits<kBatch>, grid, 1, dim3(kLogitThreads), 0, stream, p);
 }
 

@@ -1193,12 +1193,14 @@ struct Chain {
     using P = Product<kKind>;
     add(product<kKind>, P::N / P::kColumns, 1, P::kThreads, kProductBytes<kKind>, p, layer);
   }
-  // One block for each split of a full cache, rounded up to a power of two, up to most_blocks().
+  // One block for each split of a full cache, rounded up to a power of two, up to most_blocks(). If
+  // that is one block, it takes up to two splits; more are shared by two blocks.
   template <int kBlocks = 1>
   void add_attention(const StepParams& p, int layer) {
     const int splits = ceil_div(p.max_seqlen, kSplit);
-    if constexpr (!kIsPortable && kBlocks < min_of(most_blocks(), kMaxSplits)) {
-      if (splits > kBlocks) return add_attention<2 * kBlocks>(p, layer);
+    if constexpr (!kIsPortable && kBlocks < min_of(max_of(most_blocks(), 2), kMaxSplits)) {
+      const int most_splits = kBlocks < most_blocks() ? kBlocks : 2;
+      if (splits > most_splits) return add_attention<2 * kBlocks>(p, layer);
     }
     const dim3 grid(kIsPortable ? splits : kBlocks, kHeads, kBatch);
     add(attend<kBlocks>, grid, kBlocks, kAttendThreads, 0, p, layer);

@@ -32,8 +32,9 @@ CONFIG = GPT2Config(
 )
 # One kernel runs all layers of a single row.
 ONE_KERNEL = dataclasses.replace(CONFIG, n_embd=128, n_inner=512)
-# A cache of three splits: four blocks attend for a single row, two for each of two rows.
+# A cache of three splits: four blocks attend for a single row, two for each of more rows.
 LONG = dataclasses.replace(CONFIG, n_positions=300)
+TWO_SPLITS = dataclasses.replace(CONFIG, n_positions=256)
 HEAD_BLOCKS = 8
 
 
@@ -195,8 +196,8 @@ def test_weights_that_do_not_fit_go_through_a_ring():
     [
         (LONG, torch.float32, [3, 255], 2e-4, False),
         (CONFIG, torch.float32, [3, 127], 2e-4, True),
-        # Up to 4 rows, tensor cores multiply in a different way. A single block attends.
-        (LONG, torch.float16, [1, 3, 9, 20, 60, 100, 260, 127], 0.05, False),
+        # Up to 4 rows, tensor cores multiply in a different way. One block attends to two splits.
+        (TWO_SPLITS, torch.float16, [1, 3, 9, 20, 60, 100, 200, 127], 0.05, False),
         (ONE_KERNEL, torch.float32, [3, 127], 2e-4, False),
         (ONE_KERNEL, torch.float16, [3, 127], 0.1, False),
     ],
@@ -360,11 +361,11 @@ def test_every_size_and_batch_on_a_gpu(name, dtype, tolerance):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("capacity", [128, 256, 512])
-def test_a_short_cache_on_a_gpu(capacity):
-    """At batch 1, gpt2-medium has one block of attention per row, head and 128 keys."""
+@pytest.mark.parametrize(("batch", "capacity"), [(1, 128), (1, 256), (1, 512), (8, 256)])
+def test_a_short_cache_on_a_gpu(batch, capacity):
+    """One, two and four blocks attend to a row and head, and one to two splits."""
     model = published("gpt2-medium", torch.float32)
-    check_steps(model, [capacity - 17], 16, 2e-5, capacity=capacity)
+    check_steps(model, [capacity - 17] * batch, 16, 2e-5, capacity=capacity)
 
 
 @pytest.mark.gpu
