@@ -5,7 +5,7 @@
 //         finds the largest; choose() appends its token.
 // Why:    in PyTorch these are some twenty kernels, most of which take longer to start than to run.
 //         Finding the largest of 50,257 logits alone takes 16 us.
-// Cost:   logits() reads the head's weights once per eight rows.
+// Cost:   logits() reads the head's weights once per eight rows, from L2 after the first eight.
 // Tile:   a row per block, four floats per thread; logits(): four logits per warp at a time, for up to
 //         eight rows
 // Layout: contiguous
@@ -96,13 +96,27 @@ __device__ inline uint64_t key_of(float value, int index) {
   return static_cast<uint64_t>(order) << 32 | ~static_cast<unsigned>(index);
 }
 
-__device__ inline uint64_t largest_of_warp(uint64_t key) {
+__device__ inline uint64_t larger(uint64_t a, uint64_t b) { return a < b ? b : a; }
+
+// Adds up each of kCount parts over the lanes, and returns the sum of part lane / (32 / kCount).
+// kCount is a power of two up to 32.
+template <int kWidth = 16, int kCount>
+__device__ inline float sum_for_lane(const float (&parts)[kCount], int lane) {
+  if constexpr (kWidth == 0) {
+    return parts[0];
+  } else {
+    // The lanes of either half keep half of the parts.
+    constexpr int kHalf = kCount / 2;
+    const bool is_upper = (lane & kWidth) != 0;
+    float sums[kCount - kHalf];
 #pragma unroll
-  for (int width = 16; width > 0; width /= 2) {
-    const uint64_t other = __shfl_xor_sync(kWarp, static_cast<unsigned long long>(key), width);
-    key = key < other ? other : key;
+    for (int i = 0; i < kCount - kHalf; ++i) {
+      const float kept = is_upper ? parts[kHalf + i] : parts[i];
+      const float given = is_upper ? parts[i] : parts[kHalf + i];
+      sums[i] = kept + __shfl_xor_sync(kWarp, given, kWidth);
+    }
+    return sum_for_lane<kWidth / 2>(sums, lane);
   }
-  return key;
 }
 
 constexpr int kLogitWarps = 8, kLogitThreads = 32 * kLogitWarps;
@@ -122,9 +136,11 @@ __global__ void __launch_bounds__(kLogitThreads) logits(EndsParams p) {
     return p.head + static_cast<int64_t>(min(row + i, p.vocab_size - 1)) * p.width;
   };
   ptx::wait_for_previous();
-  uint64_t keys[kBatch] = {};
+  constexpr int kSums = kBatch * kHeadRows, kSame = 32 / kSums;  // lanes with the same logit
+  const int mine = lane / kSame % kHeadRows, x_row = first + lane / (32 / kBatch);
+  uint64_t key = 0;
   for (; row < p.vocab_size; row += blocks * kLogitWarps * kHeadRows) {
-    float sums[kHeadRows][kBatch] = {};
+    float sums[kSums] = {};
     for (int start = 4 * lane; start < p.width; start += kAtOnce * 4 * 32) {
       float4 weights[kAtOnce][kHeadRows] = {};
 #pragma unroll
@@ -145,38 +161,28 @@ __global__ void __launch_bounds__(kLogitThreads) logits(EndsParams p) {
 #pragma unroll
           for (int i = 0; i < kHeadRows; ++i) {
             const float4 w = weights[a][i];
-            sums[i][b] += w.x * x.x + w.y * x.y + w.z * x.z + w.w * x.w;
+            sums[b * kHeadRows + i] += w.x * x.x + w.y * x.y + w.z * x.z + w.w * x.w;
           }
         }
       }
     }
-    // Lane i stores the logits of row i.
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      float logit = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kHeadRows; ++i) {
-        const float sum = warp_sum(sums[i][b]);
-        if (lane == i) logit = sum;
-      }
-      const int mine = row + lane;
-      if (lane >= kHeadRows || mine >= p.vocab_size || first + b >= p.batch) continue;
-      p.logits[static_cast<int64_t>(first + b) * p.vocab_size + mine] = logit;
-      const uint64_t key = key_of(logit, mine);
-      keys[b] = keys[b] < key ? key : keys[b];
-    }
+    const float logit = sum_for_lane(sums, lane);
+    if (row + mine >= p.vocab_size || x_row >= p.batch) continue;
+    if (lane % kSame == 0)
+      p.logits[static_cast<int64_t>(x_row) * p.vocab_size + row + mine] = logit;
+    key = larger(key, key_of(logit, row + mine));
   }
+  constexpr int kLanes = 32 / kBatch;  // of a row of x
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b) {
-    const uint64_t key = largest_of_warp(keys[b]);
-    if (lane == 0) warps[b][warp] = key;
-  }
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    key = larger(key, __shfl_xor_sync(kWarp, static_cast<unsigned long long>(key), width));
+  if (lane % kLanes == 0) warps[lane / kLanes][warp] = key;
   __syncthreads();
   if (threadIdx.x >= kBatch || first + threadIdx.x >= p.batch) return;
-  uint64_t key = 0;
-  for (uint64_t other : warps[threadIdx.x]) key = key < other ? other : key;
+  uint64_t largest = 0;
+  for (uint64_t other : warps[threadIdx.x]) largest = larger(largest, other);
   atomicMax(reinterpret_cast<unsigned long long*>(p.largest + first + threadIdx.x),
-            static_cast<unsigned long long>(key));
+            static_cast<unsigned long long>(largest));
 }
 
 __global__ void choose(EndsParams p) {
