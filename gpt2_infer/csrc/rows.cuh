@@ -57,7 +57,8 @@ __device__ inline void pack4(uint4* packed, int k, int row, int column, float4 v
     largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, width));
   if (!is_here) return;
   // Powers of two by their bits: 127 + exponent, without a fraction.
-  const unsigned bits = min(max(__float_as_uint(largest) >> 23, kLeast + 127u), kMost + 127u);
+  const unsigned bits =
+      min(max(__float_as_uint(largest) >> 23, unsigned{kLeast + 127}), unsigned{kMost + 127});
   const float scale = __uint_as_float((kTop + 2 * 127 - bits) << 23);
   uint2 hi, lo;
   split(v.x * scale, v.y * scale, hi.x, lo.x);
