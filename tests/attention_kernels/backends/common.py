@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import platform
 import re
 from collections.abc import Iterator
@@ -39,14 +38,9 @@ QUICK = {
 EMULATED = [one for one in ladder.versions().items() if not one[1].is_host]
 # The last version of each ladder for each precision, and for each need of a single architecture.
 NEWEST = {(v.path.parent, v.precision, v.needs_exactly): name for name, v in EMULATED}.values()
-# Those that two later ones of their ladder follow, except the newest. To build one takes a second
-# or two, so only the GPU suite, whose machine has more cores, emulates them; it has their CUDA
-# builds, too.
-OLDER = {
-    name
-    for _, each in itertools.groupby(EMULATED, lambda one: one[1].path.parent)
-    for name, _ in [*each][:-2]
-} - {*NEWEST}
+# To build one takes a second or two, so only the GPU suite, whose machine has more cores, emulates
+# the others; it has their CUDA builds, too.
+OLDER = {name for name, _ in EMULATED} - {*NEWEST}
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
 
