@@ -1,8 +1,8 @@
 """What every backend must do on every device that it runs on.
 
 On the CPU, kernels for a GPU are emulated or interpreted. That is slow, so each backend gets a
-share of the cases; `gpt2-infer verify NAME` runs all of them. Without a GPU, only the last two
-versions of each ladder are emulated, and the first of some. The tests in backends/ hold what is
+share of the cases; `gpt2-infer verify NAME` runs all of them. Without a GPU, only the newest
+version of each ladder is emulated, and the first of some. The tests in backends/ hold what is
 particular to one family.
 """
 

@@ -105,7 +105,7 @@ struct Tiles {
       for (ptx::Barrier& exchange : shared.exchanges) ptx::barrier_init(&exchange, 1);
       ptx::barrier_init_fence();
     }
-    __syncwarp();  // without it, racecheck warns that another lane might have initialized
+    __syncwarp();  // without it, racecheck warns that another lane may have initialized them
   }
   __device__ void await(int tile) {
     ptx::barrier_wait(&shared.arrived[tile % kRegions], tile / kRegions % 2);
