@@ -72,7 +72,7 @@ class Suite:
     ) -> None:
         counts = collections.Counter(self.outcomes.values())
         finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if not finished or not counts["passed"] + counts["failed"]:  # without a GPU all are skipped
+        if not finished or not counts["passed"] + counts["failed"]:
             return
         from gpt2_infer.bench.record import File, Row
 

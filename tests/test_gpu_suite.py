@@ -62,7 +62,7 @@ def test_counts_durations_and_failures_are_written(tmp_path):
 
 
 def test_a_run_that_skips_every_test_is_not_written(tmp_path, request):
-    """Every test is skipped on a machine without a GPU."""
+    """`-k` may choose only tests that this GPU cannot run."""
     whole = Suite(tmp_path / "report.json")
     place = ("test_some.py", 1, "test_skipped")
     whole.pytest_runtest_logreport(

@@ -126,7 +126,7 @@ constexpr int kMostOfBatch = 8;  // rows of x per block
 
 // Grid: blocks that share the rows of the head, groups of kBatch rows of x.
 template <int kBatch>
-__global__ void __launch_bounds__(kLogitThreads) logits(EndsParams p) {
+__global__ void __launch_bounds__(kLogitThreads, kBatch == 1 ? 3 : 2) logits(EndsParams p) {
   __shared__ uint64_t warps[kBatch][kLogitWarps];
   ptx::allow_next();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.y * kBatch;

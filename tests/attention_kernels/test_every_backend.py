@@ -2,8 +2,8 @@
 
 On the CPU, kernels for a GPU are emulated or interpreted. That is slow, so each backend gets a
 share of the cases; `gpt2-infer verify NAME` runs all of them. Without a GPU, only the newest
-version of each ladder is emulated, and the first of some. The tests in backends/ hold what is
-particular to one family.
+version of each ladder and precision is emulated, and the first of some. The tests in backends/ hold
+what is particular to one family.
 """
 
 from __future__ import annotations

@@ -717,8 +717,8 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
 
 constexpr int kAttendWarps = 8;
 constexpr int kAttendThreads = 32 * kAttendWarps;
-// Upper limit on attention's blocks: 1.6 per multiprocessor, found by trial on an H200. kHeadBlocks is
-// one per multiprocessor.
+// Limit on attention's blocks, which add_attention() exceeds for long caches: 1.6 per multiprocessor,
+// found by trial on an H200. kHeadBlocks is one per multiprocessor.
 constexpr int kMostAttending = kHeadBlocks * 8 / 5;
 // The most blocks that share the splits of a row and head, a power of two.
 constexpr int most_blocks(int blocks = 8) {
@@ -1193,8 +1193,8 @@ struct Chain {
     using P = Product<kKind>;
     add(product<kKind>, P::N / P::kColumns, 1, P::kThreads, kProductBytes<kKind>, p, layer);
   }
-  // One block for each split of a full cache, rounded up to a power of two, up to most_blocks(). If
-  // that is one block, it takes up to two splits; more are shared by two blocks.
+  // One block for each split of a full cache, rounded up to a power of two, up to most_blocks(). Where
+  // that is one, a block takes up to two splits, and two blocks share more.
   template <int kBlocks = 1>
   void add_attention(const StepParams& p, int layer) {
     const int splits = ceil_div(p.max_seqlen, kSplit);

@@ -32,7 +32,7 @@ CONFIG = GPT2Config(
 )
 # One kernel runs all layers of a single row.
 ONE_KERNEL = dataclasses.replace(CONFIG, n_embd=128, n_inner=512)
-# A cache of three splits: four blocks attend for a single row, two for each of more rows.
+# A cache of three splits: four blocks attend for a single row, two per row in a batch.
 LONG = dataclasses.replace(CONFIG, n_positions=300)
 TWO_SPLITS = dataclasses.replace(CONFIG, n_positions=256)
 HEAD_BLOCKS = 8
@@ -363,7 +363,7 @@ def test_every_size_and_batch_on_a_gpu(name, dtype, tolerance):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "capacity"), [(1, 128), (1, 256), (1, 512), (8, 256)])
 def test_a_short_cache_on_a_gpu(batch, capacity):
-    """One, two and four blocks attend to a row and head, and one to two splits."""
+    """One, two and four blocks attend to a row and head; at batch 8, one block to two splits."""
     model = published("gpt2-medium", torch.float32)
     check_steps(model, [capacity - 17] * batch, 16, 2e-5, capacity=capacity)
 

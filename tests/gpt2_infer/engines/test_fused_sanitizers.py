@@ -20,11 +20,14 @@ from tests.gpt2_infer.engines.common import random_model
 from tests.gpt2_infer.engines.test_fused import CONFIG, ONE_KERNEL, State, step_of
 
 CHAIN = dataclasses.replace(CONFIG, n_layer=2, n_inner=4096)
-# Each form's model and the shared memory of a block.
+MANY_HEADS = dataclasses.replace(CONFIG, n_layer=2, n_embd=512, n_head=16, n_positions=300)
+# Each form's model, batch and shared memory of a block. With many heads, two blocks attend to three
+# splits.
 FORMS = {
-    "portable": (CHAIN, 50),
-    "chain": (CHAIN, 227),
-    "one kernel": (dataclasses.replace(ONE_KERNEL, n_layer=2), 227),
+    "portable": (CHAIN, 1, 50),
+    "chain": (CHAIN, 1, 227),
+    "chain, many heads": (MANY_HEADS, 8, 227),
+    "one kernel": (dataclasses.replace(ONE_KERNEL, n_layer=2), 1, 227),
 }
 FIRST, STEPS = 126, 3  # cached tokens before the first step, and the number of steps
 
@@ -32,20 +35,20 @@ FIRST, STEPS = 126, 3  # cached tokens before the first step, and the number of 
 @torch.inference_mode()
 def run_steps(form: str) -> None:
     """Run some steps over a random cache."""
-    config, shared_kb = FORMS[form]
+    config, batch, shared_kb = FORMS[form]
     model = random_model(config, torch.bfloat16).to("cuda")
-    cache = KVCache.allocate(model, 1, config.n_positions)
+    cache = KVCache.allocate(model, batch, config.n_positions)
     cache.kv.copy_(torch.randn(cache.kv.shape))
     cache.seqlens.fill_(FIRST)
-    tokens = torch.zeros(1, config.n_positions, dtype=torch.long, device="cuda")
+    tokens = torch.zeros(batch, config.n_positions, dtype=torch.long, device="cuda")
     newest, lengths = tokens[:, 0].clone(), torch.full_like(tokens[:, 0], FIRST + 1)
     state = State(cache, newest, tokens, lengths)
     step = step_of(model, state, shared_kb, portable=form == "portable")
-    assert fused.shape_on(model, 1).is_one_kernel == (form == "one kernel")
+    assert fused.shape_on(model, batch).is_one_kernel == (form == "one kernel")
     for _ in range(STEPS):
         step()
     assert step.logits.isfinite().all()
-    assert cache.seqlens.item() == FIRST + STEPS
+    assert cache.seqlens.tolist() == [FIRST + STEPS] * batch
 
 
 @pytest.mark.gpu
