@@ -41,7 +41,7 @@ struct StructParams {
   uint64_t* largest;       // (batch): key_of() of the largest logit; begin() clears it
   int kernel;
   int batch, seqlen, width, vocab_size, token_stride;
-  int blocks;  // of logits()
+  int multiprocessors;
   float epsilon;
   int accepts_all;  // logits that are not finite give token 0 instead of -1
 };
@@ -98,35 +98,17 @@ __device__ inline uint64_t key_of(float value, int index) {
 
 __device__ inline uint64_t larger(uint64_t a, uint64_t b) { return a < b ? b : a; }
 
-// Adds up each of kCount parts over the lanes, and returns the sum of part lane / (32 / kCount).
-// kCount is a power of two up to 32.
-template <int kWidth = 16, int kCount>
-__device__ inline float sum_for_lane(const float (&parts)[kCount], int lane) {
-  if constexpr (kWidth == 0) {
-    return parts[0];
-  } else {
-    // The lanes of either half keep half of the parts.
-    constexpr int kHalf = kCount / 2;
-    const bool is_upper = (lane & kWidth) != 0;
-    float sums[kCount - kHalf];
-#pragma unroll
-    for (int i = 0; i < kCount - kHalf; ++i) {
-      const float kept = is_upper ? parts[kHalf + i] : parts[i];
-      const float given = is_upper ? parts[i] : parts[kHalf + i];
-      sums[i] = kept + __shfl_xor_sync(kWarp, given, kWidth);
-    }
-    return sum_for_lane<kWidth / 2>(sums, lane);
-  }
-}
-
 constexpr int kLogitWarps = 8, kLogitThreads = 32 * kLogitWarps;
 constexpr int kHeadRows = 4;     // rows of the head per warp at a time
 constexpr int kAtOnce = 3;       // loads of 16 bytes per lane and row in flight
 constexpr int kMostOfBatch = 8;  // rows of x per block
+// Blocks per multiprocessor: as many as fit.
+template <int kBatch>
+constexpr int kResident = kBatch == 1 ? 3 : 2;
 
 // Grid: blocks that share the rows of the head, groups of kBatch rows of x.
 template <int kBatch>
-__global__ void __launch_bounds__(kLogitThreads, kBatch == 1 ? 3 : 2) logits(EndsParams p) {
+__global__ void __launch_bounds__(kLogitThreads, kResident<kBatch>) logits(EndsParams p) {
   __shared__ uint64_t warps[kBatch][kLogitWarps];
   ptx::allow_next();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.y * kBatch;
@@ -166,11 +148,12 @@ __global__ void __launch_bounds__(kLogitThreads, kBatch == 1 ? 3 : 2) logits(End
         }
       }
     }
-    const float logit = sum_for_lane(sums, lane);
+    float logit[1];
+    fold<1, 16>(sums, logit);
     if (row + mine >= p.vocab_size || x_row >= p.batch) continue;
     if (lane % kSame == 0)
-      p.logits[static_cast<int64_t>(x_row) * p.vocab_size + row + mine] = logit;
-    key = larger(key, key_of(logit, row + mine));
+      p.logits[static_cast<int64_t>(x_row) * p.vocab_size + row + mine] = logit[0];
+    key = larger(key, key_of(logit[0], row + mine));
   }
   constexpr int kLanes = 32 / kBatch;  // of a row of x
 #pragma unroll
@@ -206,7 +189,7 @@ cudaError_t launch_logits(const EndsParams& p, cudaStream_t stream) {
   // All run at once, so that the groups read the same weights at about the same time: once from
   // memory, then from L2.
   const int groups = ceil_div(p.batch, kBatch);
-  const dim3 grid(std::max(1, p.blocks / groups), groups);
+  const dim3 grid(std::max(1, kResident<kBatch> * p.multiprocessors / groups), groups);
   return launch_early(logits<kBatch>, grid, 1, dim3(kLogitThreads), 0, stream, p);
 }
 

@@ -16,8 +16,6 @@ from gpt2_infer.model import GPT2
 from gpt2_infer.product import CSRC, Activation, Packed, count_multiprocessors
 
 BEGIN, KEEP, LOGITS, CHOOSE = range(4)
-# Blocks of logits() per multiprocessor, for one row and for more: as many as fit.
-BLOCKS_OF_ONE, BLOCKS_OF_MORE = 3, 2
 # The tensors whose addresses begin StructParams, in order.
 POINTERS = (
     *("tokens", "lengths", "newest", "wte", "wpe", "ln_weight", "ln_bias", "x", "normed"),
@@ -31,7 +29,7 @@ class EndsParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int) for name in ("kernel", "batch", "seqlen", "width", "vocab_size")),
-        *((name, ctypes.c_int) for name in ("token_stride", "blocks")),
+        *((name, ctypes.c_int) for name in ("token_stride", "multiprocessors")),
         ("epsilon", ctypes.c_float),
         ("accepts_all", ctypes.c_int),
     )
@@ -108,7 +106,7 @@ class Ends:
         self._launch(
             LOGITS,
             x,
-            blocks=(BLOCKS_OF_ONE if len(x) == 1 else BLOCKS_OF_MORE) * self._multiprocessors,
+            multiprocessors=self._multiprocessors,
             x=x,
             head=self._head,
             logits=self.last_logits,

@@ -36,6 +36,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../csrc/block_sum.cuh"
 #include "element.cuh"
 #include "ptx.cuh"
 
@@ -59,7 +60,6 @@ constexpr bool kIsOneKernel = STEP_ONE_KERNEL;  // all layers, by one cluster pe
 
 constexpr int kHeadDim = kEmbd / kHeads;
 constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
-constexpr unsigned kWarp = 0xffffffff;
 static_assert(kBatch == 1 || kBatch == 2 || kBatch == 4 || kBatch == 8);
 
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
@@ -157,34 +157,6 @@ using StepParams = StructParams;
 namespace ATTENTION_VERSION {
 
 // ---- Sums ---------------------------------------------------------------------------------------
-
-// How many of V values each lane has after fold().
-__host__ __device__ constexpr int folded(int last, int width, int V) {
-  return width < last ? V : max_of(1, V * last / width / 2);
-}
-
-// Sums V values (a power of two) over the lanes that differ in the bits from kWidth down to kLast.
-// Each lane returns its share of the sums, or one sum if there are more lanes than values: sum i is
-// in the lanes whose highest of those bits are those of i.
-template <int kLast, int kWidth, typename T, int V>
-__device__ void fold(const T (&a)[V], T (&sums)[folded(kLast, kWidth, V)]) {
-  if constexpr (kWidth < kLast) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) sums[i] = a[i];
-  } else if constexpr (V == 1) {
-    const T sum[1] = {a[0] + __shfl_xor_sync(kWarp, a[0], kWidth)};
-    fold<kLast, kWidth / 2>(sum, sums);
-  } else {
-    const bool upper = threadIdx.x & kWidth;
-    T half[V / 2];
-#pragma unroll
-    for (int i = 0; i < V / 2; ++i) {
-      const T sent = upper ? a[i] : a[i + V / 2];
-      half[i] = (upper ? a[i + V / 2] : a[i]) + __shfl_xor_sync(kWarp, sent, kWidth);
-    }
-    fold<kLast, kWidth / 2>(half, sums);
-  }
-}
 
 // Sums values in pairs, which takes less time than one after the other.
 template <int kCount>

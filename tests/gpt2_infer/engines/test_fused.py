@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from gpt2_infer.diverge.report import unregistered
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import BlockedMatrix, Step, StepShape
 from gpt2_infer.model import KVCache
+from gpt2_infer.product import CSRC
 from tests.gpt2_infer.engines.common import SIZES, published, random_model
 
 # An odd vocabulary, of which some warps compute two groups of rows, and a context of two splits.
@@ -267,7 +269,10 @@ inline bool kept(int wait) {
 @pytest.fixture(scope="session")  # a process cannot load the ops of a second copy
 def droppable(tmp_path_factory):
     """A copy of the kernels in which a variable leaves out a wait."""
-    folder = tmp_path_factory.mktemp("droppable")
+    root = tmp_path_factory.mktemp("droppable")
+    shutil.copytree(CSRC, root / "csrc")  # headers that the kernels include
+    folder = root / "engines" / "csrc"
+    folder.mkdir(parents=True)
     for source, waits in (
         (fused.SOURCE, range(FIRST_OF_LAYERS)),
         (LAYERS, range(FIRST_OF_LAYERS, len(WAITS))),
