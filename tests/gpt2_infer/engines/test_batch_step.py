@@ -83,9 +83,9 @@ def test_a_step_is_as_exact_as_pytorch(dtype, long, monkeypatch):
     assert torch.equal(ours.seqlens, theirs.seqlens)
 
     step.choose(logits)
-    rows = logits.float().log_softmax(-1)
+    exact_logprobs = logits.double().log_softmax(-1).max(-1).values
     assert torch.equal(tokens, logits.argmax(-1))
-    torch.testing.assert_close(step.logprobs, rows.max(-1).values, rtol=0, atol=2e-6)
+    torch.testing.assert_close(step.logprobs.double(), exact_logprobs, rtol=0, atol=2e-6)
     assert (step.lengths - torch.tensor(LENGTHS)).tolist() == [1, 1, 0, 1, 1]
 
 
@@ -144,8 +144,8 @@ def test_a_token_is_chosen_as_pytorch_does(dtype, columns):
     assert torch.equal(step.tokens, expected)
     assert step.tokens[:3].eq(-1).all()
     assert step.tokens[4] == 17
-    logprobs = logits.float().log_softmax(-1).max(-1).values[3:]
-    torch.testing.assert_close(step.logprobs[3:], logprobs, rtol=0, atol=2e-6)
+    logprobs = logits.double().log_softmax(-1).max(-1).values[3:]
+    torch.testing.assert_close(step.logprobs[3:].double(), logprobs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, seed=3)])
