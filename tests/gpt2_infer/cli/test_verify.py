@@ -274,9 +274,9 @@ def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, in_this_proce
     assert "  nvcc not found: its flags were not tried\n" in out
     assert "no timing: it ran in the CPU emulator" in out
     assert main(["verify", str(tmp_path / "v09_none.cu")]) == 2
-    (tmp_path / "v10_empty.cu").write_text("")
-    assert main(["verify", str(tmp_path / "v10_empty.cu")]) == 2
-    assert "the first line must be `// v10 - <what changed>`" in capsys.readouterr().err
+    (tmp_path / "half.cu").write_text("// Takes:  half\n")
+    assert main(["verify", str(tmp_path / "half.cu")]) == 2
+    assert "half.cu: Takes must look like `float16, head_dim 32 64`" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("busy_machine")
