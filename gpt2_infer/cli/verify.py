@@ -168,6 +168,8 @@ def _show_outcome(failures: list[Failure], findings: Findings, printed: _Failure
         more = len(failures) - printed.shown
         similar = f"; {more} of them, most like those above, are not shown" if more > 0 else ""
         show(f"  {len(failures)} of them failed{stopped}{similar}")
+        if findings.pattern:
+            show(f"  {findings.pattern}")
     if findings.worst and not failures:
         worst = findings.worst
         show(f"  {'worst' if worst.status == 'passed' else worst.status}: {worst.case}")

@@ -174,7 +174,7 @@ def test_a_kernel_that_kills_its_process_leaves_a_verdict(tmp_path, capsys):
     new = f"{LAUNCH}  if (params.seqlen > 30) __builtin_trap();\n"
     assert main(["verify", broken(tmp_path, LAUNCH, new), "--device", "cpu"]) == 1
     out = capsys.readouterr().out
-    assert re.search("FAILED: seqlen .*, head_dim 32, batch 1, 2 heads, causal, scale 1.0, ", out)
+    assert re.search("FAILED: races in shared memory, seqlen 130, head_dim 32, ", out)
     assert "          it was killed by SIGILL (an invalid instruction" in out
     assert "--sanitize shows where" in out
     assert out.endswith("FAILED\n")
@@ -186,11 +186,12 @@ def test_failures_that_are_alike_are_told_once(tmp_path, capsys, in_this_process
     assert main(["verify", file, "--device", "cpu", "--seed", "0"]) == 1
     out = capsys.readouterr().out
     assert re.fullmatch(
-        r"  FAILED: seqlen 107, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0\n"
+        r"  FAILED: races in shared memory, seqlen 130, head_dim 32, .*, float32, seed 0\n"
         r"          cudaErrorLaunchFailure: unspecified launch failure\n"
         r"V08_ALIKE on cpu, emulated: 20 of \d+ checks, seed 0\n"
         r"  20 of them failed, and the suite stopped there; 19 of them, most like those above, are "
         r"not shown\n"
+        r"  none of the \d+ cases that ran passed\n"
         r"FAILED\n",
         out,
     ), out
