@@ -7,10 +7,11 @@ import dataclasses
 import os
 import re
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attention_kernels.child import hide
-from attention_kernels.ladder import ahead
+from attention_kernels.ladder import ahead, header
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.options import DTYPES, SEED, seconds
 
@@ -82,6 +83,7 @@ def start_server(name: str, device: str) -> None:
     """
     hide()
     if name.endswith(".cu"):
+        header.of_file(Path(name))  # what is wrong with it is told before torch is imported
         os.environ[ahead.VARIABLE] = f"{device}:{name}"
     forkserver.set_forkserver_preload(["attention_kernels.judge.server"])
     forkserver.ensure_running()
@@ -166,6 +168,8 @@ def _show_outcome(failures: list[Failure], findings: Findings, printed: _Failure
         more = len(failures) - printed.shown
         similar = f"; {more} of them, most like those above, are not shown" if more > 0 else ""
         show(f"  {len(failures)} of them failed{stopped}{similar}")
+        if findings.pattern:
+            show(f"  {findings.pattern}")
     if findings.worst and not failures:
         worst = findings.worst
         show(f"  {'worst' if worst.status == 'passed' else worst.status}: {worst.case}")

@@ -32,6 +32,7 @@ FINDINGS = {
         "sanitized",
         "quick",
         "few_shapes",
+        "pattern",
         "seed",
         "passed",
         "total",
