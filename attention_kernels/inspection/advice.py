@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from attention_kernels.inspection import stalls
 from attention_kernels.inspection.asynchronous import is_numbered
 from attention_kernels.inspection.blocks import STORES, WARP
@@ -118,7 +120,9 @@ def _times(call: Call, trials: Sequence[_Trial]) -> list[float]:
     pool = ProcessPoolExecutor(workers, get_context("fork"), _calls.append, (call,))
     with warnings.catch_warnings(), pool:
         warnings.simplefilter("ignore", DeprecationWarning)
-        return [*pool.map(_time, trials)]
+        times = pool.map(_time, trials)
+        bar = tqdm(times, "what it would gain", len(trials), unit="", disable=None, leave=False)
+        return [*bar]
 
 
 _calls: list[Call] = []  # the last one is that of the worker process

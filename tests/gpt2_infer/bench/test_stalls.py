@@ -51,7 +51,7 @@ EXPLAINED = Explanation(
     reasons={"wait": 0.7, "barrier": 0.3},
     issuing=0.25,
     lines=[LINE, LineStalls(8, (8,), "}", 0.0, {"wait": 0.0}, {}, [instruction("a", 0, 0.0)])],
-    advice=[Advice("barrier", 7, 0.2, "barrier", "without the barrier", "", 80.0)],
+    advise=lambda: [Advice("barrier", 7, 0.2, "barrier", "without the barrier", "", 80.0)],
     code=[KernelCode("a", [], []), KernelCode("b", [], []), KernelCode("a", [], [])],
     text=[],
 )
