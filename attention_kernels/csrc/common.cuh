@@ -108,7 +108,8 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, 
 }
 
 // Launches a kernel whose blocks, in clusters, all run at the same time and may wait for each other.
-// Fails if the device has no room for all of them.
+// Fails if there is no room for all of them: a device has fewer clusters than its multiprocessors
+// allow, and a process or a stream may have a part of the device.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_at_once(void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
                            size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
@@ -126,8 +127,14 @@ cudaError_t launch_at_once(void (*kernel)(Parameters...), dim3 grid, int cluster
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
   config.attrs = attributes;
+  config.numAttrs = 1;
+  int clusters = 0;
+  error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (error == cudaSuccess && clusters * cluster < static_cast<int>(grid.x * grid.y * grid.z))
+    error = cudaErrorCooperativeLaunchTooLarge;
   config.numAttrs = 2;
-  error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  if (error == cudaSuccess)
+    error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) (void)cudaGetLastError();
   return error;
 }

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.cuda import green_contexts
 
 from attention_kernels.judge.reference import naive_attention
 from attention_kernels.ladder import header
@@ -350,6 +351,40 @@ def test_a_layer_norm_before_a_product_is_as_accurate_as_one_apart(dtype, outlie
     exact = product(torch.float64, torch.float64)
     apart = (product(dtype, torch.float32) - exact).abs().max()
     assert (found.double() - exact).abs().max() <= 2 * apart
+
+
+def test_the_chain_runs_where_not_all_clusters_run_at_once(monkeypatch):
+    tried = []
+
+    def load(version, *arguments):
+        tried.append("-DSTEP_ONE_KERNEL=1" in version.flags)
+        return refuse if tried[-1] else load_op(version, *arguments)
+
+    def refuse(*_):
+        raise RuntimeError(f"op: refuses: on this device: {fused.TOO_LARGE}: too many blocks")
+
+    monkeypatch.setattr(fused, "load_op", load)
+    check_steps(random_model(ONE_KERNEL), [127], 2, 2e-4)
+    assert tried == [True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not green_contexts.SUPPORTED, reason="torch has no green contexts")
+def test_the_chain_runs_in_a_part_of_a_gpu():
+    model, steps = published("gpt2", torch.bfloat16), []
+
+    def make(*arguments) -> Step:
+        steps.append(step_of(*arguments))
+        return steps[0]
+
+    if not fused.shape_on(model, 1).is_one_kernel:
+        pytest.skip("one kernel does not run all layers here")
+    part = green_contexts.GreenContext.create(num_sms=32, device_id=0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(part.Stream()):
+        check_steps(model, [100], 4, 0.1, make)
+    torch.cuda.synchronize()
+    assert not steps[0]._shape.is_one_kernel
 
 
 @pytest.mark.gpu
