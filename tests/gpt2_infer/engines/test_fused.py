@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -489,21 +491,42 @@ def test_a_full_context_and_an_interruption_leave_the_gpu_usable():
     assert text.tokens == generate(demo, "Once", max_new_tokens=50).tokens
 
 
+@torch.inference_mode()
+def repeat_steps(dtype: torch.dtype, streams: list[torch.cuda.Stream], count: int) -> None:
+    """Repeat the same step on each stream; a race shows only in some of the repetitions."""
+    model, runs = published("gpt2", dtype), []
+    for stream in streams:
+        cache = KVCache.allocate(model, 1, 64)
+        tokens = torch.zeros(1, 64, dtype=torch.long, device="cuda")
+        newest = model(tokens[:, :40], cache=cache)[:, 0].argmax(-1)
+        lengths = torch.tensor([41], device="cuda")
+        step = Step(model, cache, newest, tokens, lengths, is_greedy=False)
+        step()
+        expected, same = step.logits.clone(), torch.ones((), dtype=torch.bool, device="cuda")
+        runs.append((stream, cache.seqlens, step, expected, same))
+    torch.cuda.synchronize()
+    for _ in range(count):
+        for stream, seqlens, step, expected, same in runs:
+            with torch.cuda.stream(stream):
+                seqlens.fill_(40)
+                step()
+                same.logical_and_((step.logits == expected).all())
+    torch.cuda.synchronize()
+    assert all(same for *_, same in runs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.inference_mode()
 def test_a_repeated_step_gives_the_same_bits(dtype):
-    """A race shows only in some of the repetitions."""
-    model = published("gpt2", dtype)
-    cache = KVCache.allocate(model, 1, 64)
-    tokens = torch.zeros(1, 64, dtype=torch.long, device="cuda")
-    newest = model(tokens[:, :40], cache=cache)[:, 0].argmax(-1)
-    step = Step(model, cache, newest, tokens, torch.tensor([41], device="cuda"), is_greedy=False)
-    step()
-    expected = step.logits.clone()
-    same = torch.ones((), dtype=torch.bool, device="cuda")
-    for _ in range(1000):
-        cache.seqlens.fill_(40)
-        step()
-        same &= (step.logits == expected).all()
-    assert same
+    repeat_steps(dtype, [torch.cuda.current_stream()], 1000)
+
+
+@pytest.mark.gpu
+def test_steps_on_two_streams_do_not_wait_for_each_other():
+    """The blocks of each wait for words without a limit, and both have no room at once."""
+    program = f"""
+import torch
+from {__name__} import repeat_steps
+repeat_steps(torch.bfloat16, [torch.cuda.Stream() for _ in range(2)], 10_000)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=180)
