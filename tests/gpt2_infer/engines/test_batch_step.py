@@ -102,7 +102,7 @@ def test_its_attention_is_that_of_the_backend_bit_for_bit(dtype, monkeypatch):
 
 
 def test_attention_does_not_read_what_the_step_writes(monkeypatch):
-    """It may begin before the product ahead of it, and whatever may overlap with that, has ended."""
+    """It may begin before the product ahead of it, and what overlaps with that, has ended."""
     model, run, found = make_model(torch.float16), BatchStep._run, []
 
     def too_early(step, kernel, rows, **fields):
