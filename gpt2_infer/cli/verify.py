@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from attention_kernels.child import hide
 from attention_kernels.ladder import ahead, header
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
-from gpt2_infer.cli.options import DTYPES, SEED, seconds
+from gpt2_infer.cli.options import DTYPES, SEED, device_name, seconds
 
 if TYPE_CHECKING:
     from attention_kernels.judge import conformance
     from gpt2_infer.cli.verdict import Failure, Findings, Verdicts
 
 SHOWN_FAILURES = 5
+DEVICE = "cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else cpu)"
 SANITIZE = (
     "also look for bad accesses and races: with AddressSanitizer in the emulator, with "
     "compute-sanitizer on a GPU"
@@ -32,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add("name", metavar="BACKEND", help="backend name or version file, *.cu, of no ladder")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda if it runs there, else cpu")
+    add("--device", type=device_name, metavar="NAME", help=DEVICE)
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
     add("--seed", type=SEED, help="seed of the inputs (default: drawn)")
     add(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import shutil
 import threading
 import time
@@ -217,3 +219,23 @@ def test_grouped_queries_copy_no_keys(monkeypatch):
         assert k.shape[2:] == v.shape[2:] == (3, 32)
         assert k.stride(2) == v.stride(2) == 0
         assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() == expected
+
+
+class EarlyParams(ctypes.Structure):
+    _fields_ = (("value", ctypes.c_void_p), ("seen", ctypes.c_void_p), ("reads", ctypes.c_int))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", [None, "compute_80"])
+def test_code_for_an_older_gpu_does_not_start_early(arch):
+    if reason := compilers.missing_compiler("cuda"):
+        pytest.skip(reason)
+    version = header.parse_header(ROOT / "tests/attention_kernels/probe/v03_early.cu", "probe_")
+    writer = op.load_op(version, "cuda", "the probe")
+    older = dataclasses.replace(version, op=f"{version.op}_{arch}")
+    reader = op.load_op(older, "cuda", "the probe", arch)
+    value, seen = torch.zeros(2, dtype=torch.int32, device="cuda").split(1)
+    for kernel, reads in ((writer, 0), (reader, 1)):
+        params = EarlyParams(value.data_ptr(), seen.data_ptr(), reads)
+        kernel(value, torch.frombuffer(bytearray(params), dtype=torch.uint8))
+    assert seen.item() == 1
