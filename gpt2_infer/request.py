@@ -59,11 +59,12 @@ class Request:
         prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
         rows = encode_prompts(self.tokenizer, prompts)
         longest, positions = max(map(len, rows)), self.config.n_positions
-        if longest + self.max_new_tokens > positions:
+        needed = longest + self.max_new_tokens - 1  # nothing is computed from the last token
+        if needed > positions:
             raise RequestError(
-                f"{longest} prompt tokens and {self.max_new_tokens} new ones are "
-                f"{longest + self.max_new_tokens}, but this model has {positions} positions: "
-                "shorten the prompt or lower --max-new-tokens"
+                f"{longest} prompt tokens and {self.max_new_tokens} new ones need {needed} "
+                f"positions, but this model has {positions}: shorten the prompt or lower "
+                "--max-new-tokens"
             )
         vocab_size = self.config.vocab_size
         outside = sorted({token for row in rows for token in row if not 0 <= token < vocab_size})
