@@ -83,6 +83,12 @@ class Tokenizer:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return str(self._wrapped.decode(list(ids), skip_special_tokens=False))
 
+    def continuation(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text that `ids` add to that of `before`, such as the space between words."""
+        known, whole = self.decode(before), self.decode([*before, *ids])
+        # If `before` ends within a character, `ids` may change its text.
+        return whole[len(known) :] if whole.startswith(known) else self.decode(ids)
+
 
 class _TransformersTokenizer(Tokenizer):
     """A tokenizer that transformers loaded."""

@@ -314,7 +314,7 @@ def test_invalid_settings_are_refused_at_once(settings, tmp_path):
     ):
         with pytest.raises(RequestError, match="must be "):
             dataclasses.replace(settings, **{field: value})
-    for field, value in (("max_new_tokens", 64), ("stop", ("",))):
+    for field, value in (("max_new_tokens", 65), ("stop", ("",))):
         other = dataclasses.replace(settings, **{field: value})
         with pytest.raises(RequestError):
             batch.run([file], tmp_path / "out", other, devices=CPU)
