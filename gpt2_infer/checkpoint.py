@@ -102,14 +102,10 @@ def open_checkpoint(
 
 
 def _read_config(name: str, folder: Path) -> GPT2Config:
-    """Read config.json, with generation_config.json's end-of-text ids if it has any."""
-    raw = read_json_object(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        eos = read_json_object(generation).get("eos_token_id")
-        raw = raw if eos is None else {**raw, "eos_token_id": eos}
+    raw, file = read_json_object(folder / "config.json"), folder / "generation_config.json"
+    generation = read_json_object(file) if file.is_file() else None
     try:
-        return GPT2Config.from_dict(raw)
+        return GPT2Config.from_dict(raw, generation)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 

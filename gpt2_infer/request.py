@@ -51,6 +51,12 @@ class Request:
         check_type("stop", self.stop, Sequence)
         if self.engine not in ENGINES:
             raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
+        if self.config.unsupported_generation:
+            raise RequestError(
+                f"the checkpoint sets {', '.join(self.config.unsupported_generation)}, which "
+                "generation here does not support: to generate without, remove that from "
+                "generation_config.json (or config.json, if there is no such file) in a local copy"
+            )
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stops):
             raise RequestError(f"stop strings must be non-empty texts, not {self.stop!r}")
