@@ -350,6 +350,25 @@ def test_torchs_default_device_changes_nothing(mode, demo):
         assert generate(model, PROMPTS, **options).tokens == expected
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_changes_nothing(device):
+    model = GPT2.from_pretrained("demo", device=device)
+    requests = [
+        request_for(model, PROMPTS[:1], max_new_tokens=4, mode=mode, sampling=Sampling(1.0, seed=3))
+        for mode in MODES
+    ]
+
+    def results():
+        logits = model(torch.tensor(requests[0].rows, device=device))
+        batch = dict(Continuous(model, batch=2).run(list(enumerate(requests[1:]))))
+        model.release()
+        return logits.tolist(), batch[0].tokens, [run(model, one).tokens for one in requests]
+
+    expected = results()
+    with torch.autocast(device, torch.bfloat16):
+        assert results() == expected
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_function_computes_attention(mode, demo):
     calls = 0
