@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gpt2_infer import GPT2, RequestError, WeightsError, generate
 from gpt2_infer.checkpoint import open_checkpoint
@@ -35,8 +35,43 @@ def test_sharded_equals_single(save_checkpoint, tmp_path):
     assert len(shards) > 2
     assert torch.equal(logits(load(tmp_path / "sharded")), logits(load(folder)))
     shards[-1].unlink()
-    with pytest.raises(WeightsError, match=r"sharded does not fit its configuration: missing "):
+    with pytest.raises(WeightsError, match=rf"names {shards[-1].name}, which is not there"):
         load(tmp_path / "sharded")
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("newest", ["a-fix.safetensors", "model.safetensors"])
+def test_the_index_says_which_file_a_tensor_is_in(newest, save_checkpoint):
+    folder, model = save_checkpoint(vocab_size=50)
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    stale = {name: tensor + 1 for name, tensor in tensors.items()}
+    wte = "transformer.wte.weight"
+    save_file({**tensors, wte: stale[wte]}, folder / "most.safetensors")
+    save_file({wte: tensors[wte]}, folder / newest)
+    save_file(stale, folder / "model-00001-of-00002.safetensors")  # no longer in use
+    weight_map = {**dict.fromkeys(tensors, "most.safetensors"), wte: newest}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.allclose(logits(load(folder)), model(TOKENS).logits, atol=1e-5)
+
+
+def test_an_index_of_other_files_does_not_replace_a_whole_file(save_checkpoint):
+    """As in transformers: it may be older."""
+    folder, model = save_checkpoint(vocab_size=50)
+    (folder / INDEX).write_text('{"weight_map": {"wte.weight": "model-1-of-2.safetensors"}}')
+    assert torch.allclose(logits(load(folder)), model(TOKENS).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": ["x"]}', '{"weight_map": {"x": 1}}'])
+def test_an_index_that_names_no_files_is_refused(content, save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    (folder / "model.safetensors").rename(folder / "model-1-of-1.safetensors")
+    (folder / INDEX).write_text(content)
+    with pytest.raises(WeightsError, match=r"index\.json has no valid weight_map: Expected"):
+        load(folder)
 
 
 def test_keys_without_the_prefix_and_legacy_buffers(save_checkpoint):
@@ -244,7 +279,11 @@ def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, m
     expected = logits(load(folder))
     assert torch.equal(logits(load("someone/tiny")), expected)
     assert torch.equal(logits(load("someone/tiny", revision="v2")), expected)
-    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").rename(snapshot / "a.safetensors")
+    weight_map = dict.fromkeys(load_file(snapshot / "a.safetensors"), "a.safetensors")
+    (snapshot / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(logits(load("someone/tiny")), expected)
+    (snapshot / "a.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"could not be fetched.*--model demo"):
         load("someone/tiny")
 
