@@ -124,9 +124,14 @@ def _encode(tokenizer: Tokenizer | None, prompt: str) -> list[int]:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(f"the prompt is not valid text: {error.reason}") from error
-    ids = tokenizer.encode(prompt)
+    try:
+        ids = tokenizer.encode(prompt)
+    except Exception as error:  # tokenizers raises bare ones: a word may have no token
+        raise RequestError(f"the prompt {prompt[:40]!r} cannot be encoded: {error}") from error
     if ids:
         return ids
+    if prompt:
+        raise RequestError(f"the prompt {prompt[:40]!r} has no token that the tokenizer knows")
     if tokenizer.end_of_text is None:
         raise RequestError("the prompt is empty and there is no end-of-text token to begin with")
     return [tokenizer.end_of_text]
