@@ -53,9 +53,9 @@ class Request:
             raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
         if self.config.unsupported_generation:
             raise RequestError(
-                f"the checkpoint sets {', '.join(self.config.unsupported_generation)}, which "
-                "generation here does not support: to generate without, remove that from "
-                "generation_config.json (or config.json, if there is no such file) in a local copy"
+                f"the checkpoint sets {', '.join(self.config.unsupported_generation)}, which is "
+                "not supported: to generate without, remove it from generation_config.json (from "
+                "config.json if there is no such file) in a local copy of the checkpoint"
             )
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stops):
