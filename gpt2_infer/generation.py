@@ -20,6 +20,7 @@ from attention_kernels.contract import dtype_name
 from gpt2_infer.checks import check_type
 from gpt2_infer.engines import Engine, lend_engine
 from gpt2_infer.errors import NotFiniteError, RequestError
+from gpt2_infer.linear import without_autocast
 from gpt2_infer.model import GPT2
 from gpt2_infer.prepared import clear_all
 from gpt2_infer.request import EngineName, Mode, Request
@@ -117,6 +118,7 @@ def generate(
     return run(model, request, on_text=on_text, progress=progress)
 
 
+@without_autocast
 @torch.inference_mode()
 def run(
     model: GPT2,

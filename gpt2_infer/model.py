@@ -38,7 +38,14 @@ from gpt2_infer.checkpoint import (
 from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config, ProductsName
 from gpt2_infer.errors import ConfigError, RequestError
-from gpt2_infer.linear import Linear, project, weight_and_bias, weights_stamp, with_room
+from gpt2_infer.linear import (
+    Linear,
+    project,
+    weight_and_bias,
+    weights_stamp,
+    with_room,
+    without_autocast,
+)
 from gpt2_infer.prepared import Prepared
 from gpt2_infer.product import check_products
 from gpt2_infer.tokenizer import Tokenizer
@@ -424,6 +431,7 @@ class GPT2(nn.Module):
         spec = self.decode_attention
         check_backend(spec, self.config, self.dtype, self.device, decode=True)
 
+    @without_autocast
     @torch.inference_mode()
     def forward(
         self,
@@ -475,6 +483,7 @@ class GPT2(nn.Module):
             cache.seqlens[index] = seqlen if seqlens is None else seqlens.int()
         return self.head(self.ln_f(x)).view(batch, -1, self.config.vocab_size)
 
+    @without_autocast
     @torch.inference_mode()
     def decode(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Append one token per row and return the logits after it.

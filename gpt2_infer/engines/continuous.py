@@ -165,14 +165,14 @@ class _Rows:
         """Return the result of a row."""
         if ended.reason == NOT_FINITE:
             return ended.reason
-        tokens, tokenizer = ended.tokens.tolist(), self.members[ended.row][1].tokenizer
+        tokens = ended.tokens.tolist()
         logprob = float(ended.logprobs.cumsum()[-1]) if tokens else 0.0
         watcher = self.watchers.pop(ended.row, None)
-        if watcher is not None:
-            text = watcher.whole_text()
-        else:
-            text = tokenizer.decode(tokens) if tokenizer else ""
-        return Completion(tokens, text, cast("FinishReason", ended.reason), logprob, backend)
+        if watcher is None:
+            watcher = Watcher(self.members[ended.row][1])
+            watcher.tokens = tokens
+        reason = cast("FinishReason", ended.reason)
+        return Completion(tokens, watcher.whole_text(), reason, logprob, backend)
 
 
 class Continuous:

@@ -22,7 +22,7 @@ REFUSED = [  # without a command, options of generate
         "--backend PYTORCH_SDPA_CUDNN_ATTENTION",
         "is not available here: ",
     ),
-    ("--max-new-tokens 1024", "this model has 1024 positions"),
+    ("--max-new-tokens 1025", "this model has 1024"),
     ("--temperature -1", "temperature must be 0 (greedy) or 1e-06 or more, not -1.0"),
     ("--prompt-file TMP/none", "TMP/none: No such file or directory"),
     ("--prompt-file TMP/latin1", "is not UTF-8: byte 3"),
