@@ -38,8 +38,7 @@ from attention_kernels.judge.blocks import Block
 from attention_kernels.judge.caller import Caller, failure, poison_freed_memory
 from attention_kernels.judge.calls import Calls, Outputs, Reply, Request
 from attention_kernels.judge.process import EndedError, Process, shared_memory
-from attention_kernels.ladder import ahead, build, compilers
-from attention_kernels.ladder.compilers import TARGETS
+from attention_kernels.ladder import build
 from attention_kernels.registry import BackendSpec
 
 TIMEOUT_S = 300.0  # for one request
@@ -408,12 +407,8 @@ def _serve(
         caller = Caller(spec, device, Block(given), Block(taken), tell)
         if device in spec.emulated_on:
             torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
-        # Both while the version file is built ahead.
         if device == "cuda":
             poison_freed_memory(torch.empty(1, device=device))  # starts CUDA
-        if spec.version:
-            compilers.ask(TARGETS[device])
-        ahead.wait()
         if races and spec.version and device in spec.emulated_on:
             ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import re
-from multiprocessing import forkserver
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attention_kernels.child import hide
-from attention_kernels.ladder import ahead, header
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.options import DTYPES, SEED, device_name, seconds
 
@@ -51,8 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    start_server(arguments.name, arguments.device or "")
-    ahead.import_to_stay("attention_kernels.judge.conformance")
     from gpt2_infer.cli.verdict import verdicts
 
     failures = _Failures()
@@ -75,20 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
             _show(findings, failures)
         show("PASSED" if found.passed else "FAILED")
     return 0 if found.passed else EXIT_FAILED
-
-
-def start_server(name: str, device: str) -> None:
-    """Have the server that workers are forked from import torch while this process does.
-
-    It also builds a version file. That may run what the file's author wrote, so hide from it.
-    """
-    hide()
-    if name.endswith(".cu"):
-        header.of_file(Path(name))  # what is wrong with it is told before torch is imported
-        os.environ[ahead.VARIABLE] = f"{device}:{name}"
-    forkserver.set_forkserver_preload(["attention_kernels.judge.server"])
-    forkserver.ensure_running()
-    os.environ.pop(ahead.VARIABLE, None)
 
 
 class _Failures:

@@ -196,5 +196,5 @@ def test_machines_with_different_cpus_can_share_the_cache(monkeypatch):
     stems = set()
     for macros in ("#define __AVX__ 1", "#define __AVX512F__ 1"):
         monkeypatch.setattr(build, "native_macros", lambda _, macros=macros: macros)
-        stems.add(build._plan(version, "emulator", "", "").stem)
+        stems.add(build.recipes(version, "emulator", "")[1].file)
     assert len(stems) == 2
