@@ -12,6 +12,7 @@ dumpable", which denies this to every process but root's.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -39,7 +40,7 @@ from attention_kernels.judge.caller import Caller, failure, poison_freed_memory
 from attention_kernels.judge.calls import Calls, Outputs, Reply, Request
 from attention_kernels.judge.process import EndedError, Process, shared_memory
 from attention_kernels.ladder import build
-from attention_kernels.registry import BackendSpec
+from attention_kernels.registry import BackendSpec, Description
 
 TIMEOUT_S = 300.0  # for one request
 LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
@@ -50,18 +51,7 @@ PASSES_S, MOST_PASSES = 0.02, 1000
 class Described(msgspec.Struct, frozen=True):
     """A backend as a process that has loaded its module describes it."""
 
-    name: str
-    family: str
-    summary: str
-    precisions: dict[str, str]
-    head_dims: tuple[int, ...]
-    device_types: tuple[str, ...]
-    emulated_on: tuple[str, ...]
-    compiles_per_shape_on: tuple[str, ...]
-    needs_contiguous: bool
-    supports_gqa: bool
-    cuda_graphs: bool
-    error_slack: float
+    description: Description
     reasons: dict[str, str | None]
     """Why it cannot run on a device type, or None."""
     files: tuple[str, ...]
@@ -69,9 +59,10 @@ class Described(msgspec.Struct, frozen=True):
 
     def spec(self) -> BackendSpec:
         """Return a spec that says the same, whose kernels are in another process."""
-        fields = msgspec.structs.asdict(self)
-        reasons, files = fields.pop("reasons"), fields.pop("files")
-        return BackendSpec(loader=Elsewhere(self.name, files), probe=reasons.get, **fields)
+        loader = Elsewhere(self.description.name, self.files)
+        return BackendSpec(
+            loader=loader, probe=self.reasons.get, **dataclasses.asdict(self.description)
+        )
 
 
 @dataclass(frozen=True)
@@ -424,16 +415,11 @@ def _serve(
 
 def describe_spec(spec: BackendSpec) -> Described:
     """Describe a backend for a process that does not import it."""
-    fields = {
-        name: getattr(spec, name)
-        for name in Described.__struct_fields__
-        if name not in ("precisions", "reasons", "files")
-    }
+    fields = [each.name for each in dataclasses.fields(Description)]
     return Described(
-        precisions=dict(spec.precisions),
+        Description(**{name: getattr(spec, name) for name in fields}),
         reasons={device: spec.unavailable_reason(device) for device in spec.device_types},
         files=tuple(sorted({str(path) for path in source_files(spec)})),
-        **fields,
     )
 
 

@@ -38,25 +38,8 @@ from typing import NamedTuple
 import filelock
 import platformdirs
 
-from attention_kernels.ladder.compilers import (
-    FLAGS,
-    BuildError,
-    Target,
-    asked,
-    binding_flags,
-    code_name,
-    compile_flags,
-    cuda_runtime,
-    extra_flags,
-    find_gxx,
-    find_ninja,
-    first_error,
-    link_unsafe,
-    native_macros,
-    output_of,
-    shell_safe,
-    torch_folder,
-)
+from attention_kernels.ladder import compilers
+from attention_kernels.ladder.compilers import BuildError, Target
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
 LOCK_TIMEOUT_S = 300.0
@@ -132,7 +115,7 @@ def build_many(
         labels = [library.label for _, library in todo.values()]
         _tell(f"building {labels[0] if len(labels) == 1 else f'{len(labels)} kernels'} ...")
         for version in todo:
-            link_unsafe(folder, version)
+            compilers.link_unsafe(folder, version)
         told = _run_ninja([steps[file] for file in missing], folder, shows=len(labels) > 1)
         for version, plan in todo.items():
             object_file, library = (folder / recipe.file for recipe in plan)
@@ -157,10 +140,10 @@ def object_file(csrc: Path, source: str, *flags: str) -> Path:
 
     It is from the cache or newly compiled by g++. Raises BuildError.
     """
-    command = [*binding_flags("emulator", csrc), *flags]
+    command = [*compilers.binding_flags("emulator", csrc), *flags]
 
     def compile_to(output: Path) -> None:
-        output_of([*command, "-c", str(csrc / source), "-o", str(output)])
+        compilers.output_of([*command, "-c", str(csrc / source), "-o", str(output)])
 
     def name() -> str:
         return digest_of(Path(source).stem, [csrc / source], csrc, command)
@@ -348,32 +331,40 @@ def recipes(
 
     Arguments as for build(). Raises BuildError for a missing compiler or a bad setting.
     """
-    flags, csrc, extra = compile_flags(version, target, arch), csrc_of(version), extra_flags()
-    shared, gxx, torch = binding_flags(target, csrc), str(find_gxx()), torch_folder()
+    flags, csrc, extra = (
+        compilers.compile_flags(version, target, arch),
+        csrc_of(version),
+        compilers.extra_flags(),
+    )
+    shared, gxx, torch = (
+        compilers.binding_flags(target, csrc),
+        str(compilers.find_gxx()),
+        compilers.torch_folder(),
+    )
     hidden, openmp = [*HIDDEN], ["-fopenmp"] if "-fopenmp" in flags else []
     more: list[object] = [
         importlib.metadata.version("torch"),
         (torch / "version.py").read_text("utf-8"),
     ]
     if target == "cuda":
-        archs, path = [*map(code_name, arch.split(","))], version.path
+        archs, path = [*map(compilers.code_name, arch.split(","))], version.path
         where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
         hidden = [f"-Xcompiler={','.join(HIDDEN)}"]
         # Also the folders, because a profiler opens the files that a library for a GPU names.
-        more += [asked(gxx), csrc, path, *map(os.environ.get, FLAGS[1:])]
+        more += [compilers.asked(gxx), csrc, path, *map(os.environ.get, compilers.FLAGS[1:])]
         flags += ["-O3", "-lineinfo"]
-        cudart = cuda_runtime(flags[0])
+        cudart = compilers.cuda_runtime(flags[0])
         libraries = [str(cudart), f"-Wl,-rpath,{cudart.parent}"]
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
         # Several machines may share the cache.
-        more.append(native_macros(gxx) if "-march=native" in flags else "")
+        more.append(compilers.native_macros(gxx) if "-march=native" in flags else "")
         # Line tables (-g1) do not change the code; source_line() reads them.
         flags += ["-g1", "-x", "c++", *_optimization(version)]
         libraries = ["-pthread", "-ldl", EMULATOR_WRAPS]
 
     def name(folder: Path) -> str:
-        return shell_safe(folder) if target == "cuda" else str(folder)
+        return compilers.shell_safe(folder) if target == "cuda" else str(folder)
 
     def recipe(stem: str, suffix: str, what: str, needs: str, *commands: list[str]) -> Recipe:
         file = csrc / "binding.cpp" if suffix == ".o" else version.path
@@ -448,7 +439,7 @@ def digest_of(
     words = [word.replace(str(csrc), "csrc") for word in command]
     contents = digests(files, csrc, extra)
     found = sorted((Path(path).name, digest) for path, digest in contents.items())
-    return digest_name(name, asked(command[0]), words, found, extra, *more)
+    return digest_name(name, compilers.asked(command[0]), words, found, extra, *more)
 
 
 def digest_name(name: str, *parts: object) -> str:
@@ -465,7 +456,7 @@ def _run_ninja(steps: Sequence[Recipe], folder: Path, *, shows: bool) -> str:
         ninja.append(f"  what = {step.label}\n")
     (folder / "build.ninja").write_text("".join(ninja), "utf-8")
     done = subprocess.run(
-        [find_ninja(), "-k", "0"],  # keep building the others after a failure
+        [compilers.find_ninja(), "-k", "0"],  # keep building the others after a failure
         cwd=folder,
         # A relative temporary folder, because nvcc passes its name to a shell.
         env={**os.environ, "LC_ALL": "C", "TMPDIR": ".", "NINJA_STATUS": "[%f/%t] "},
@@ -482,4 +473,4 @@ def _error(failed: Recipe, log: Path, folder: Path, told: str) -> BuildError:
     file = folder / f"{failed.file}.log"
     output = file.read_text("utf-8", "replace") if file.exists() else told
     log.write_text(f"$ {failed.command}\n{output}", "utf-8")
-    return BuildError(f"{first_error(output) or 'ninja failed'} (log: {log})")
+    return BuildError(f"{compilers.first_error(output) or 'ninja failed'} (log: {log})")

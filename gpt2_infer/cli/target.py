@@ -118,7 +118,7 @@ def _call_of(arguments: argparse.Namespace) -> Target:
     missing = spec.probe("cuda") if spec.probe and spec.family == "triton" else None
     reasons = [missing] if missing else []
     dtype, shape = arguments.dtype or "float32", shape_of(arguments, spec)
-    reasons += spec.static_reasons(getattr(torch, dtype), shape["head_dim"], "cuda")
+    reasons += spec.static_refusals(getattr(torch, dtype), shape["head_dim"], "cuda")
     if reasons:
         raise UnsupportedError(spec.name, reasons)
     return OfCalls(spec.name, None, dtype, arguments.seqlen, shape)

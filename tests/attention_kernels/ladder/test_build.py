@@ -369,7 +369,7 @@ def test_one_failed_version_does_not_stop_the_others(csrc, first, calls, capfd):
 def test_whatever_else_nvcc_depends_on_causes_a_rebuild(first, calls, monkeypatch):
     """It depends on flags from the environment, and on its host compiler."""
     monkeypatch.setenv("CUDACXX", os.environ["CXX"])
-    monkeypatch.setattr(build, "cuda_runtime", Path)
+    monkeypatch.setattr(compilers, "cuda_runtime", Path)
 
     def stems() -> list[str]:
         plans = build.recipes(first, "cuda", "90"), build.recipes(first, "emulator", "")
