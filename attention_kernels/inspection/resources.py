@@ -215,7 +215,7 @@ def compile_version(
         others = [version.path] if more else []  # a line table names the file
         settings = compilers.asked(str(compilers.find_gxx())), *map(os.environ.get, FLAGS)
         name, csrc = f"{version.op}-sm_{arch}", csrc_of(version)
-        return build.digest_of(name, [version.path], csrc, flags, [], *settings, *others)
+        return build.digest_of(name, [version.path], csrc, flags, *settings, *others)
 
     kept = build.kept(name, ".cubin", compile_to, version.path.name)
     report, _, code = kept.read_bytes()[: -build.DIGEST_BYTES].partition(b"\0")

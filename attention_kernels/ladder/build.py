@@ -22,7 +22,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import os
 import re
 import shlex
@@ -195,16 +194,12 @@ def cache_entries() -> dict[Path, int]:
 
     The user chooses the folder, so files that are not named like the cache's own are left out.
     """
-
-    def size(entry: Path) -> int:
-        files = entry.rglob("*") if entry.is_dir() else [entry]
-        return sum(file.lstat().st_size for file in files if file.is_file())
-
-    try:
-        found = (entry for entry in cache_dir().iterdir() if _ENTRY.fullmatch(entry.name))
-        return {entry: size(entry) for entry in sorted(found)}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+    entries = sorted(path for path in cache_dir().glob("*") if _ENTRY.fullmatch(path.name))
+    files = {entry: [entry, *entry.rglob("*")] for entry in entries}
+    return {
+        entry: sum(file.lstat().st_size for file in inside if file.is_file())
+        for entry, inside in files.items()
+    }
 
 
 def clear_cache() -> int:
@@ -331,66 +326,49 @@ def recipes(
 
     Arguments as for build(). Raises BuildError for a missing compiler or a bad setting.
     """
-    flags, csrc, extra = (
-        compilers.compile_flags(version, target, arch),
-        csrc_of(version),
-        compilers.extra_flags(),
-    )
-    shared, gxx, torch = (
-        compilers.binding_flags(target, csrc),
-        str(compilers.find_gxx()),
-        compilers.torch_folder(),
-    )
-    hidden, openmp = [*HIDDEN], ["-fopenmp"] if "-fopenmp" in flags else []
-    more: list[object] = [
-        importlib.metadata.version("torch"),
-        (torch / "version.py").read_text("utf-8"),
-    ]
+    csrc, torch, gxx = csrc_of(version), compilers.torch_folder(), str(compilers.find_gxx())
+    flags = compilers.compile_flags(version, target, arch)
+    shared = [*compilers.binding_flags(target, csrc), "-O1", "-isystem"]
+    extra, hidden = compilers.extra_flags(), [*HIDDEN]
+    folder_name: Callable[[Path], str] = str
+    more = [importlib.metadata.version("torch"), (torch / "version.py").read_text("utf-8")]
     if target == "cuda":
-        archs, path = [*map(compilers.code_name, arch.split(","))], version.path
+        archs = [*map(compilers.code_name, arch.split(","))]
         where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
-        hidden = [f"-Xcompiler={','.join(HIDDEN)}"]
+        hidden, folder_name = [f"-Xcompiler={','.join(HIDDEN)}"], compilers.shell_safe
         # Also the folders, because a profiler opens the files that a library for a GPU names.
-        more += [compilers.asked(gxx), csrc, path, *map(os.environ.get, compilers.FLAGS[1:])]
+        more += [compilers.asked(gxx), str(csrc), str(version.path)]
+        more += [os.environ.get(name, "") for name in compilers.FLAGS[1:]]
         flags += ["-O3", "-lineinfo"]
         cudart = compilers.cuda_runtime(flags[0])
         libraries = [str(cudart), f"-Wl,-rpath,{cudart.parent}"]
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
-        # Several machines may share the cache.
-        more.append(compilers.native_macros(gxx) if "-march=native" in flags else "")
+        if "-march=native" in flags:
+            more.append(compilers.native_macros(gxx))  # several machines may share the cache
         # Line tables (-g1) do not change the code; source_line() reads them.
         flags += ["-g1", "-x", "c++", *_optimization(version)]
         libraries = ["-pthread", "-ldl", EMULATOR_WRAPS]
 
-    def name(folder: Path) -> str:
-        return compilers.shell_safe(folder) if target == "cuda" else str(folder)
-
-    def recipe(stem: str, suffix: str, what: str, needs: str, *commands: list[str]) -> Recipe:
-        file = csrc / "binding.cpp" if suffix == ".o" else version.path
-        stem = digest_of(stem, [file], csrc, [*itertools.chain(*commands)], extra, *more)
-        command = " && ".join(map(shlex.join, commands)).replace(OUT, stem)
-        return Recipe(f"{stem}{suffix}", command, what, needs)
-
-    def compiled(flags: list[str], file: Path) -> list[str]:
-        source = f"{name(file.parent)}/{file.name}"
+    def compiled(flags: Sequence[str], file: Path) -> list[str]:
+        source = f"{folder_name(file.parent)}/{file.name}"
         return [*flags, *hidden, *extra, "-c", source, "-o", f"{OUT}.o"]
 
-    shared += ["-O1", "-isystem", name(torch / "include")]
-    binding = recipe(
-        f"binding-{target}", ".o", "binding.cpp", "", compiled(shared, csrc / "binding.cpp")
-    )
+    source, what = csrc / "binding.cpp", f"{label or version.path.name} for {purpose}"
+    command = compiled([*shared, folder_name(torch / "include")], source)
+    stem = digest_of(f"binding-{target}", [source], csrc, command, *more)
+    binding = Recipe(f"{stem}.o", shlex.join(command).replace(OUT, stem), source.name)
     # Of an inline function in both files the first is used. It has to be the binding's: a version
     # that looks for races would have the emulator report its own accesses as the kernel's.
-    link = [gxx, "-shared", *openmp, *extra, binding.file, f"{OUT}.o", "-o", f"{OUT}.so"]
+    link = [gxx, "-shared", *extra, binding.file, f"{OUT}.o", "-o", f"{OUT}.so"]
     # libtorch.so contains only the names of torch's libraries, including those for CUDA: linking
     # those directly takes a third of a second.
     link += [f"-L{torch}/lib", "-Wl,--no-as-needed", "-ltorch", *libraries]
-    what, commands = (
-        f"{label or version.path.name} for {purpose}",
-        (compiled(flags, version.path), link),
-    )
-    return binding, recipe(f"{version.op}-{where}", ".so", what, binding.file, *commands)
+    link += ["-fopenmp"] if "-fopenmp" in flags else []
+    command = compiled(flags, version.path)
+    stem = digest_of(f"{version.op}-{where}", [version.path], csrc, [*command, *link], *more)
+    words = f"{shlex.join(command)} && {shlex.join(link)}".replace(OUT, stem)
+    return binding, Recipe(f"{stem}.so", words, what, binding.file)
 
 
 def _optimization(version: VersionHeader) -> Sequence[str]:
@@ -425,21 +403,16 @@ def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str
 
 
 def digest_of(
-    name: str,
-    files: Iterable[Path],
-    csrc: Path,
-    command: Sequence[str],
-    extra: Sequence[str] = (),
-    *more: object,
+    name: str, files: Iterable[Path], csrc: Path, command: Sequence[str], *more: object
 ) -> str:
     """Return the name with a digest of all that a command makes of files and what they include.
 
-    In whichever folder csrc is, the digest is the same. extra: flags of the user's.
+    In whichever folder csrc is, the digest is the same.
     """
     words = [word.replace(str(csrc), "csrc") for word in command]
-    contents = digests(files, csrc, extra)
+    contents = digests(files, csrc, command)
     found = sorted((Path(path).name, digest) for path, digest in contents.items())
-    return digest_name(name, compilers.asked(command[0]), words, found, extra, *more)
+    return digest_name(name, compilers.asked(command[0]), words, found, *more)
 
 
 def digest_name(name: str, *parts: object) -> str:
