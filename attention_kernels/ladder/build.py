@@ -21,7 +21,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import os
 import re
 import shlex
@@ -326,12 +325,14 @@ def recipes(
 
     Arguments as for build(). Raises BuildError for a missing compiler or a bad setting.
     """
-    csrc, torch, gxx = csrc_of(version), compilers.torch_folder(), str(compilers.find_gxx())
+    import torch
+
+    csrc, gxx, root = csrc_of(version), str(compilers.find_gxx()), compilers.torch_folder()
     flags = compilers.compile_flags(version, target, arch)
     shared = [*compilers.binding_flags(target, csrc), "-O1", "-isystem"]
     extra, hidden = compilers.extra_flags(), [*HIDDEN]
     folder_name: Callable[[Path], str] = str
-    more = [importlib.metadata.version("torch"), (torch / "version.py").read_text("utf-8")]
+    more = [torch.__version__, str(torch.version.git_version)]
     if target == "cuda":
         archs = [*map(compilers.code_name, arch.split(","))]
         where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
@@ -355,7 +356,7 @@ def recipes(
         return [*flags, *hidden, *extra, "-c", source, "-o", f"{OUT}.o"]
 
     source, what = csrc / "binding.cpp", f"{label or version.path.name} for {purpose}"
-    command = compiled([*shared, folder_name(torch / "include")], source)
+    command = compiled([*shared, folder_name(root / "include")], source)
     stem = digest_of(f"binding-{target}", [source], csrc, command, *more)
     binding = Recipe(f"{stem}.o", shlex.join(command).replace(OUT, stem), source.name)
     # Of an inline function in both files the first is used. It has to be the binding's: a version
@@ -363,7 +364,7 @@ def recipes(
     link = [gxx, "-shared", *extra, binding.file, f"{OUT}.o", "-o", f"{OUT}.so"]
     # libtorch.so contains only the names of torch's libraries, including those for CUDA: linking
     # those directly takes a third of a second.
-    link += [f"-L{torch}/lib", "-Wl,--no-as-needed", "-ltorch", *libraries]
+    link += [f"-L{root}/lib", "-Wl,--no-as-needed", "-ltorch", *libraries]
     link += ["-fopenmp"] if "-fopenmp" in flags else []
     command = compiled(flags, version.path)
     stem = digest_of(f"{version.op}-{where}", [version.path], csrc, [*command, *link], *more)
@@ -422,14 +423,14 @@ def digest_name(name: str, *parts: object) -> str:
 
 def _run_ninja(steps: Sequence[Recipe], folder: Path, *, shows: bool) -> str:
     """Make files in a folder; show or return what ninja says."""
-    ninja = [RULES]
+    statements = [RULES]
     for step in steps:
         command = step.command.replace("$", "$$")
-        ninja.append(f"build {step.file}: run {step.needs}\n  words = {command}\n")
-        ninja.append(f"  what = {step.label}\n")
-    (folder / "build.ninja").write_text("".join(ninja), "utf-8")
+        statements.append(f"build {step.file}: run {step.needs}\n  words = {command}\n")
+        statements.append(f"  what = {step.label}\n")
+    (folder / "build.ninja").write_text("".join(statements), "utf-8")
     done = subprocess.run(
-        [compilers.find_ninja(), "-k", "0"],  # keep building the others after a failure
+        [compilers.NINJA, "-k", "0"],  # keep building the others after a failure
         cwd=folder,
         # A relative temporary folder, because nvcc passes its name to a shell.
         env={**os.environ, "LC_ALL": "C", "TMPDIR": ".", "NINJA_STATUS": "[%f/%t] "},

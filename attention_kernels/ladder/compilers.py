@@ -1,4 +1,4 @@
-"""Find nvcc, g++ and ninja, and run compilers: flags, architectures, errors, source lines."""
+"""Find nvcc and g++, and run compilers: flags, architectures, errors, source lines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import ninja
+
 from attention_kernels import child
 from attention_kernels.errors import AttentionError
 from attention_kernels.ladder.header import VersionHeader, csrc_of
@@ -27,6 +29,7 @@ GXX_VARIABLES = ("CXX",)
 FLAGS = ("ATTENTION_KERNELS_FLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 COMPILER_TIMEOUT_S = 600.0
 Target = Literal["cuda", "emulator"]
+NINJA = f"{ninja.BIN_DIR}/ninja"
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
 
 
@@ -45,15 +48,6 @@ def find_nvcc() -> str | None:
 def find_gxx() -> str | None:
     """Return the C++ compiler of CXX, else g++, clang++ or c++ on PATH; None if not found."""
     return _find(GXX_VARIABLES, ("g++", "clang++", "c++"))
-
-
-def find_ninja() -> str:
-    """Return the Python package's ninja, else the one on PATH; raises BuildError."""
-    package = importlib.import_module("ninja").BIN_DIR if importlib.util.find_spec("ninja") else ""
-    found = (package and shutil.which("ninja", path=package)) or shutil.which("ninja")
-    if not found:
-        raise BuildError("needs ninja: pip install ninja, or put it on PATH")
-    return found
 
 
 def _named(variables: Iterable[str]) -> tuple[str, str] | None:
@@ -228,11 +222,10 @@ def link_unsafe(folder: Path, version: VersionHeader) -> None:
 
 
 def torch_folder() -> Path:
-    """Return torch's folder, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    """Return torch's folder."""
+    import torch
+
+    return Path(torch.__file__).parent
 
 
 def execute(command: Sequence[str], folder: str | None = None) -> child.Ended:
