@@ -137,17 +137,12 @@ class BackendSpec(Description):
         """The names of the dtypes that it takes."""
         return tuple(self.precisions)
 
-    def unavailable_reason(self, device: torch.device | str | None = None) -> str | None:
+    def unavailable_reason(self, device: torch.device | str) -> str | None:
         """Return why it cannot run on a device, or None if it can, without compiling anything.
 
-        Without a device, return None if any of its device types will do. "cuda" is the current CUDA
-        device.
+        "cuda" is the current CUDA device.
         """
-        wanted = self.device_types if device is None else (device,)
-        reasons = [self._device_reason(torch.device(one)) for one in wanted]
-        return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))
-
-    def _device_reason(self, device: torch.device) -> str | None:
+        device = torch.device(device)
         if device.type not in self.device_types:
             return f"runs on {' and '.join(self.device_types)} only, not on {device.type}"
         # torch asks NVML if it can, which creates no context.
@@ -235,9 +230,10 @@ class BackendSpec(Description):
     def _load(self) -> bool:
         with _lock:
             if not self._kernels:
-                reason = self.unavailable_reason()
-                if reason:
-                    raise UnavailableBackendError(self.name, reason)
+                reasons = [*map(self.unavailable_reason, self.device_types)]
+                if None not in reasons:
+                    told = "; ".join(dict.fromkeys(filter(None, reasons)))
+                    raise UnavailableBackendError(self.name, told)
                 try:
                     kernels = cast("object", self.loader())
                 except AttentionError:
@@ -413,11 +409,9 @@ def get_backend(name: str) -> BackendSpec:
     Raises UnknownBackendError, which suggests similar names.
     """
     _discover()
-    key = _key(name)
-    try:
-        return _specs[key]
-    except KeyError:
-        raise UnknownBackendError(name, _nearest(key)) from None
+    if spec := _specs.get(key := _key(name)):
+        return spec
+    raise UnknownBackendError(name, _nearest(key))
 
 
 def registered(name: str) -> BackendSpec | None:

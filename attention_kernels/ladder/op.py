@@ -93,12 +93,9 @@ def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
     """Return resolve() of each; also raises HeaderError if two files give the same name."""
     found = [resolve(what) for what in whats]
     paths: dict[str, Path] = {}
-    for spec in found:
-        if spec.version is None:
-            continue
-        path = paths.setdefault(spec.name, spec.version.path)
-        if path != spec.version.path:
-            raise HeaderError(f"{path} and {spec.version.path} are both {spec.name}: rename one")
+    for name, version in [(spec.name, spec.version) for spec in found if spec.version]:
+        if (path := paths.setdefault(name, version.path)) != version.path:
+            raise HeaderError(f"{path} and {version.path} are both {name}: rename one")
     return found
 
 
