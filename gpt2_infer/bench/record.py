@@ -19,7 +19,7 @@ from gpt2_infer.errors import GPT2InferError
 from gpt2_infer.files import read_file
 
 BASELINE = "NAIVE_PYTORCH"
-DEVICES = ("h200", "h100", "cpu", "published")
+DEVICES = ("h200", "h100", "cpu")
 """Devices in the names of results files, those that documents show by default first."""
 FREE_ATTENTION = "FREE_ATTENTION"
 """Not a real backend: it skips attention, to show the most that any kernel could save."""

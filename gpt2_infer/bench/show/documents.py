@@ -14,15 +14,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpt2_infer.bench.record import File, Row, newest, read
-from gpt2_infer.bench.show import cards, inspected, ladders, predicted, tables
+from gpt2_infer.bench.record import File, newest, read
+from gpt2_infer.bench.show import inspected, ladders, predicted, tables
 from gpt2_infer.bench.show.columns import BACKEND
 from gpt2_infer.bench.show.figures import (
     Value,
-    group_by,
     length,
     main_rows,
-    spread_percent,
     where,
 )
 from gpt2_infer.bench.show.pivot import Column, Entry, Layout, Table, markdown, pivot
@@ -48,11 +46,6 @@ def picture(task: str, plot: str) -> None:
     _print(f"!{_link(Path('results', 'plots', f'{task}_{plot}.svg'), f'{task}, {plot}')}\n")
 
 
-def versions(family: str) -> None:
-    """Print the table of a ladder's versions, from their headers."""
-    _print(ladders.versions_table(family))
-
-
 def overview(family: str, *kernels: str, generation: str, rows: str = "") -> None:
     """Print a ladder's versions with the times from kernel tasks and a generation task.
 
@@ -65,27 +58,6 @@ def overview(family: str, *kernels: str, generation: str, rows: str = "") -> Non
 def ladder(family: str, *tasks: str, chapter: str = "") -> None:
     """Print a section for each version of a ladder: its header and the tasks' times."""
     _print(ladders.sections(family, [_newest(task)[1] for task in tasks], chapter))
-
-
-def repeated(task: str, again: str) -> None:
-    """Print how far the medians of a second kernel run differ from the first's."""
-    (path, first), (path_again, second) = _newest(task), _newest(again)
-
-    def code(row: Row) -> tuple[object, ...]:
-        return row.contender, row.kernel, row.extra.get("version_digest")
-
-    medians = {code(row): row.median for row in main_rows(second) if row.samples}
-    timed = [row for row in main_rows(first) if row.samples and code(row) in medians]
-    apart, inside = [], 0
-    for mine in group_by(timed, lambda row: row.contender).values():
-        percent = [100 * abs(medians[code(row)] / row.median - 1) for row in mine]
-        inside += max(percent) <= max(spread_percent(row.samples) for row in mine)
-        apart += percent
-    _print(
-        f"{_link(path_again)} repeats {_link(path)}: {inside} of "
-        f"{len({row.contender for row in timed})} backends stay within the spread of the first "
-        f"run, and no median is more than {max(apart):.1f} % apart.\n"
-    )
 
 
 def row_errors(task: str, *names: str) -> None:
@@ -101,7 +73,8 @@ def row_errors(task: str, *names: str) -> None:
         line=lambda row: row.contender,
         columns=[BACKEND, Column("N={at}", errors, over=length)],
     )
-    _show(task, layout)
+    path, file = _newest(task)
+    _print_tables(pivot(_link(path), file, layout), columns=r"backend|N=\d{3}")
 
 
 def predictions(task: str, measured: str, *, rows: str = "", columns: str = "") -> None:
@@ -119,16 +92,6 @@ def accuracy(*tasks: tuple[str, ...]) -> None:
         errors = predicted.errors(file, main_rows(timed))
         lines.append([_link(path, task), _link(own, measured[0]), *predicted.summary(errors)])
     _print(markdown(["predicted", "measured", *predicted.SUMMARY], lines))
-
-
-def other_cards(task: str) -> None:
-    """Print what to expect of the fused step on GPUs that were not measured."""
-    _print(cards.expected(_newest(task)[1], "fused, sm_80"))
-
-
-def _show(task: str, layout: Layout) -> None:
-    path, file = _newest(task)
-    _print_tables(pivot(_link(path), file, layout))
 
 
 def _print_tables(found: Iterable[Table], rows: str = "", columns: str = "") -> None:

@@ -51,23 +51,6 @@ def chapter(family: str, name: str) -> dict[str, VersionHeader]:
     }
 
 
-def versions_table(family: str) -> str:
-    """Return a table of a ladder's versions: the change, the tile and the supported inputs.
-
-    If all support the same inputs, a sentence says so once.
-    """
-    rows = []
-    for name, version in ladder.versions(family).items():
-        flags = f" (`{' '.join(version.flags)}`)" if version.flags else ""
-        head_dims = ", ".join(map(str, version.head_dims))
-        takes = f"{', '.join(version.dtypes)}, head_dim {head_dims}"
-        rows.append([f"`{name}`", _prose(version.title) + flags, _prose(version.tile), takes])
-    head = ["backend", "change", "tile", "takes"]
-    if len({takes for *_, takes in rows}) > 1:
-        return markdown(head, rows)
-    return f"{markdown(head[:-1], [row[:-1] for row in rows])}\nEach takes {rows[0][-1]}.\n"
-
-
 def overview(family: str, kernels: Sequence[File], generation: File, shown: str = "") -> str:
     """Return a table of a ladder's versions: change, kernel times and end-to-end time.
 
@@ -120,13 +103,14 @@ def sections(family: str, measured: Sequence[File], part: str = "") -> str:
             files.sort(key=lambda file: not _has(file, name, before))
             found = (_times(file, name, before) for file in files)
             facts += next(filter(None, found), [])
-        texts += [
-            f"#### `{name}`: {_capital(_prose(version.title))}",
-            (f"From `{before}`: {change}" if version.start else _capital(change))
+        texts.append(
+            f"#### `{name}`: {_capital(_prose(version.title))}\n"
+            + (f"From `{before}`: {change}" if version.start else _capital(change))
             + f" *Why:* {_prose(version.why)} *Cost:* {_prose(version.cost)}"
             + f" *Expected:* {_prose(version.expect)}"
-            + (f" **Measured:** {'; '.join(facts)}." if facts else ""),
-        ]
+            + f" *Tile:* {_prose(version.tile)}."
+            + (f" **Measured:** {'; '.join(facts)}." if facts else "")
+        )
     return "\n\n".join(texts) + "\n"
 
 

@@ -306,7 +306,6 @@ LAYOUTS["batch"] = Layout(
         columns.DTYPE,
         columns.CONTENDER,
         Column("prompts", columns.extra("prompts"), "{:,}"),
-        Column("mean length", columns.extra("mean_length"), "{:.0f}"),
         Column("start, s", columns.beside("start"), "{:.1f}"),
         Column("seconds", columns.first(lambda row: with_spread(row, "{:.2f}"))),
         columns.RATE,
@@ -338,7 +337,6 @@ LAYOUTS["install"] = Layout(
         Column("wheel", columns.first(lambda row: f"`{row.contender}`")),
         Column("MiB", _mib("bytes"), "{:.1f}"),
         Column("kernels, MiB", _mib("kernels_bytes"), "{:.1f}"),
-        Column("demo model, MiB", _mib("model_bytes"), "{:.1f}"),
         Column(
             "compilers",
             columns.timed(lambda row: "nvcc, g++" if row.extra["has_compilers"] else "none"),
