@@ -86,10 +86,6 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
         title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
     if len({*map(length, block)}) > 1 and all(map(within_budget, timed)):
         title += "; every timed backend was within its error budget at every N"
-    limits = file.provenance.limits
-    if tflops := limits.get(f"matmul_{cell.dtype}_tflops"):
-        title += f"; in this run an 8192^3 matmul reached {tflops:.0f} TFLOP/s and a copy "
-        title += f"{limits['copy_gbps']:.0f} GB/s"
     return title
 
 
