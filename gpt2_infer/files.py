@@ -22,7 +22,7 @@ def check_regular(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise RequestError if a file could not be written there: found out now, not after the work."""
+    """Raise RequestError, before the work and not after it, if no file can be written there."""
     if path.is_dir():
         raise RequestError(f"{path} is a folder: name a file")
     if not path.parent.is_dir():

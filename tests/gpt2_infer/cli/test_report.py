@@ -35,7 +35,7 @@ def test_a_page_may_show_results_alone_and_bad_input_is_refused(tmp_path, capsys
         (["CUSTOM_CUDA_VERSION_2", "--out", "/"], "/ is a folder"),
         (
             [str(lacking)],
-            "lacking.json is not as studies of kind kernel are: KeyError: 'precision'",
+            "not as studies of kind kernel are: KeyError: 'precision'",
         ),
     ):
         assert main(["report", *words]) == 2

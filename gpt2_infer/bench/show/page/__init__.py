@@ -190,8 +190,10 @@ class Measured:
 
 
 def _measured(path: Path) -> Measured:
-    """Read a file and draw it now, before minutes of counting; raises ResultsError if it lacks a
-    figure that others of its kind have."""
+    """Read and draw a file before minutes of counting.
+
+    Raises ResultsError, also if it lacks what other files of its kind have.
+    """
     found = Measured(path, read(path))
     try:
         _ = found.tables, found.pictures, [*found.warnings]
