@@ -7,11 +7,9 @@ compute-sanitizer looks for invalid accesses (memcheck) and races in shared memo
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,7 +36,6 @@ SHAPES = (
     (130, 64, 1, 1, True),
 )
 ORDERS = ("reverse", "shuffle:1")
-_PR_SET_PDEATHSIG = 1
 _EXIT = 77  # exit status of compute-sanitizer if it found a fault
 _FAULT = "=+ (Error|Invalid|War|Barrier)"  # how its lines of faults begin
 _MAIN = ("-m", "attention_kernels.inspection.sanitize")
@@ -190,7 +187,7 @@ def _run(spec: BackendSpec, device: str) -> None:
 
 def main(device: str, *whats: str) -> None:
     """Run backends on a device: the process that runs under the sanitizer."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent process
+    child.end_with_parent()
     os.environ.pop("LD_PRELOAD", None)  # otherwise the compiler would run under the sanitizer, too
     specs = [ladder.resolve(what) for what in whats]
     if any(spec.family == "triton" for spec in specs):
