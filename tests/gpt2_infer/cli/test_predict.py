@@ -122,6 +122,10 @@ def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned() -> No
     assert likely([predictions, timings], on_tensor_cores=True) == pytest.approx((2.0, 2.0, 20))
     few = file_of("prediction", rows[:10], settings={"gpu": "H200 SXM"})
     assert likely([few, timings], on_tensor_cores=False) is None
+    lacking = file_of("prediction", [prediction_row("A1", KernelCell(128), "1", samples=[10.0])])
+    lacking.study["gpu"] = "H200 SXM"
+    elsewhere = file_of("prediction", rows, settings={"gpu": "another"})
+    assert likely([lacking, elsewhere, timings], on_tensor_cores=False) is None
 
 
 @pytest.mark.usefixtures("predicted")
