@@ -19,11 +19,15 @@ gpu-test: $(if $(VENV),$(VENV)/installed)
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest -m gpu -n $(shell nproc) --dist loadgroup \
 		-p tests.gpu_suite --gpu-report=results/gpu_tests.json
 
+# The constraints must have a solution on a plain index for every supported Python, not
+# for this one alone.
+RESOLVE := --quiet --no-config --no-build --universal --python-version 3.10 --all-extras --constraint constraints.txt
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
+	$(BIN)/uv pip compile $(RESOLVE) pyproject.toml > /dev/null
 
 docs: $(VENV)/installed
 	$(BIN)/cog -r -P README.md docs/*.md
@@ -37,8 +41,8 @@ report: $(VENV)/installed
 	$(BIN)/gpt2-infer report --family fp32 $(foreach name,$(SHOWN),$(call newest,$(name)))
 
 # Needs Python 3.11. SITE_URL is where the site will be.
-site: report
-	$(BIN)/python scripts/make_site.py --report report.html
+site: $(VENV)/installed
+	$(BIN)/python scripts/make_site.py
 
 # Needs nvcc 13. It compiles everything for every GPU; a second call only what has changed.
 wheel: $(VENV)/installed

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -28,7 +29,7 @@ DEMO_MODEL = "demo"
 SHOWN = 5  # most problems listed in an error message
 _PACKAGE = Path(__file__).parent
 _SMALL_FILES = ["*.json", "merges.txt", "vocab.txt", "*.model"]
-_WEIGHT_FILES = ["model*.safetensors"]
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LEGACY_BUFFERS = (".attn.bias", ".attn.masked_bias")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -59,7 +60,9 @@ class Checkpoint:
             return
         folder = self.folder
         if self.hub_id is not None:
-            folder = _download(self.hub_id, self.revision, _WEIGHT_FILES)
+            named = sorted({*_weight_map(folder).values()})
+            patterns = [*named, _WHOLE] if named else ["model*.safetensors"]
+            folder = _download(self.hub_id, self.revision, patterns)
         _load(model, folder, self.config, device, dtype)
 
 
@@ -102,14 +105,10 @@ def open_checkpoint(
 
 
 def _read_config(name: str, folder: Path) -> GPT2Config:
-    """Read config.json, with generation_config.json's end-of-text ids if it has any."""
-    raw = read_json_object(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        eos = read_json_object(generation).get("eos_token_id")
-        raw = raw if eos is None else {**raw, "eos_token_id": eos}
+    raw, file = read_json_object(folder / "config.json"), folder / "generation_config.json"
+    generation = read_json_object(file) if file.is_file() else None
     try:
-        return GPT2Config.from_dict(raw)
+        return GPT2Config.from_dict(raw, generation)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
@@ -130,6 +129,8 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         raise UnavailableDeviceError(
             f"{device}: this machine has no CUDA device that torch can use"
         )
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
     return found
 
 
@@ -142,15 +143,36 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each stored tensor by the folder's index; empty if it has none.
+
+    As in transformers, an index that does not name model.safetensors gives way to that file.
+    """
+    file = folder / _INDEX
+    if not file.is_file():
+        return {}
+    try:
+        weight_map = msgspec.convert(read_json_object(file).get("weight_map"), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise WeightsError(f"{file} has no valid weight_map: {error}") from None
+    is_older = _WHOLE not in weight_map.values() and (folder / _WHOLE).is_file()
+    return {} if is_older else weight_map
+
+
 def _stored(folder: Path, device: torch.device) -> dict[str, tuple[Any, str]]:
     """Return the open file and the key of each stored tensor, by the model's names."""
     found = {}
-    for file in _weight_files(folder):
+    weight_map = _weight_map(folder)
+    for file in sorted({*weight_map.values()}) or _weight_files(folder):
+        if not (folder / file).is_file():
+            raise WeightsError(f"{folder / _INDEX} names {file}, which is not there")
         try:
-            opened: Any = safe_open(file, framework="pt", device=str(device))
+            opened: Any = safe_open(folder / file, framework="pt", device=str(device))
         except SafetensorError as error:
-            raise WeightsError(f"{file} is truncated or corrupt: {error}") from error
+            raise WeightsError(f"{folder / file} is truncated or corrupt: {error}") from error
         for key in opened.keys():  # noqa: SIM118 (not a dict)
+            if weight_map.get(key, file) != file:
+                continue  # a stale copy
             name = key.removeprefix("transformer.")
             if name in found:
                 raise WeightsError(f"{folder} stores {name} twice")
@@ -221,9 +243,11 @@ def _fill(model: nn.Module, device: torch.device, dtype: torch.dtype, seed: int)
     model.to(dtype)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
+def _weight_files(folder: Path) -> list[str]:
+    """Return the names of a folder's weight files without an index."""
+    if (folder / _WHOLE).is_file():
+        return [_WHOLE]
+    files = sorted(file.name for file in folder.glob("model-*-of-*.safetensors"))
     if not files:
         raise WeightsError(
             f"{folder} has neither model.safetensors nor its shards; weights are never read from a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
@@ -21,21 +22,35 @@ _ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
+# Fields that would change the model, and are refused unless they are empty.
+_REFUSED = """
+add_cross_attention attention_chunk_size decoder generator is_encoder_decoder layer_types
+per_layer_config pruned_heads quantization_config sliding_window text_config
+"""
+# Settings of generation that change the text and that no option sets, unless they are 1 or empty.
+_NEUTRAL_AT_1 = """
+encoder_repetition_penalty guidance_scale num_beam_groups num_beams num_return_sequences
+repetition_penalty typical_p
+"""
+_NEUTRAL_IF_EMPTY = """
+bad_words_ids begin_suppress_tokens constraints dola_layers encoder_no_repeat_ngram_size
+epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id
+forced_eos_token_id max_time min_length min_new_tokens min_p no_repeat_ngram_size penalty_alpha
+sequence_bias stop_strings suppress_tokens token_healing top_h watermarking_config
+"""
 # Fields of GPT-2's configuration files that have no effect here: dropout, initialization, heads
-# other than the language model's, generation defaults, notes.
+# other than the language model's, what options of generation set, notes.
 _IGNORED = """
-_attn_implementation_autoset _name_or_path _num_labels architectures attn_implementation
-attn_pdrop bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
-decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
-encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
-forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initializer_range
-is_decoder label2id length_penalty max_length min_length model_type n_ctx no_repeat_ngram_size
-num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states
-output_past output_scores pad_token_id prefix problem_type remove_invalid_values
-repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
+_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path _num_labels
+architectures attn_implementation attn_pdrop bos_token_id chunk_size_feed_forward
+decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop finetuning_task
+gradient_checkpointing id2label initializer_range is_causal is_decoder label2id length_penalty
+loss_type max_length max_new_tokens model_type n_ctx n_special num_labels output_attentions
+output_hidden_states output_past output_scores pad_token_id predict_special_tokens prefix
+problem_type remove_invalid_values resid_pdrop return_dict return_dict_in_generate sep_token_id
 summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
-torch_dtype torchscript transformers_version typical_p unk_token_id use_bfloat16 use_cache
+task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+transformers.js_config transformers_version unk_token_id unsloth_version use_bfloat16 use_cache
 """
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
@@ -61,6 +76,8 @@ class GPT2Config:
     reorder_and_upcast_attn: bool = False
     tie_word_embeddings: bool = True
     eos_token_id: tuple[int, ...] = (50256,)
+    unsupported_generation: tuple[str, ...] = ()
+    """Settings for generation that change the text and are not supported, by name."""
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
@@ -89,9 +106,13 @@ class GPT2Config:
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> GPT2Config:
-        """Read a config.json; every field is used, known to have no effect, or refused.
+    def from_dict(
+        cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    ) -> GPT2Config:
+        """Read a config.json; every field is used, refused, or has no effect.
 
+        generation: the content of generation_config.json; if there is none, config.json's own
+        settings for generation count, as in transformers. A field that nothing reads is logged.
         Raises ConfigError, which names the field.
         """
         if raw.get("model_type", "gpt2") != "gpt2":
@@ -100,19 +121,37 @@ class GPT2Config:
             )
         if raw.get("auto_map"):
             raise ConfigError("auto_map is set: a checkpoint's own code is never run")
-        values = {_ALIASES.get(name, name): value for name, value in raw.items()}
-        known = {*_IGNORED.split(), *(field.name for field in fields(cls))}
-        if refused := [name for name, value in values.items() if value and name not in known]:
+        refused = [name for name in _REFUSED.split() if raw.get(name)]
+        if not raw.get("is_causal", True):
+            refused.append("is_causal false")
+        if refused:
             raise ConfigError(
                 f"only plain decoder-only GPT-2 is supported, without {', '.join(refused)}"
             )
-        eos = values.get("eos_token_id", cls.eos_token_id)
+        if unread := [repr(name) for name, value in raw.items() if value and name not in KNOWN]:
+            logging.getLogger(__name__).warning(
+                "config.json has fields that GPT-2 does not read: %s", ", ".join(unread)
+            )
+        values = {**raw, **{_ALIASES[name]: raw[name] for name in raw if name in _ALIASES}}
+        generation = raw if generation is None else generation
+        eos = generation.get("eos_token_id")
         values["eos_token_id"] = () if eos is None else (eos,) if isinstance(eos, int) else eos
+        values["unsupported_generation"] = [
+            *(name for name in _NEUTRAL_AT_1.split() if generation.get(name) not in (None, 1)),
+            *(name for name in _NEUTRAL_IF_EMPTY.split() if generation.get(name)),
+        ]
         try:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"invalid configuration: {error}") from None
 
+
+KNOWN = {
+    *(field.name for field in fields(GPT2Config) if field.name != "unsupported_generation"),
+    *_ALIASES,
+    *" ".join((_REFUSED, _NEUTRAL_AT_1, _NEUTRAL_IF_EMPTY, _IGNORED)).split(),
+}
+"""Fields of config.json that some code of GPT-2 reads, or is known not to."""
 
 # Sizes that --random-weights can build by name: layers, width, heads.
 _SIZES = {

@@ -20,6 +20,7 @@ from attention_kernels.contract import dtype_name
 from gpt2_infer.checks import check_type
 from gpt2_infer.engines import Engine, lend_engine
 from gpt2_infer.errors import NotFiniteError, RequestError
+from gpt2_infer.linear import without_autocast
 from gpt2_infer.model import GPT2
 from gpt2_infer.prepared import clear_all
 from gpt2_infer.request import EngineName, Mode, Request
@@ -117,6 +118,7 @@ def generate(
     return run(model, request, on_text=on_text, progress=progress)
 
 
+@without_autocast
 @torch.inference_mode()
 def run(
     model: GPT2,
@@ -135,13 +137,14 @@ def run(
         raise RequestError("streamed text needs a model with a tokenizer")
     watchers = [Watcher(request, row, on_text) for row in range(len(request.rows))]
     watch = progress or bool(watchers[0].stream or watchers[0].eos)
-    try:
+    with model.on_device():
+        try:
+            return _generate(model, request, watchers, watch=watch, progress=progress)
+        except torch.OutOfMemoryError:
+            if any(watcher.tokens or watcher.finish for watcher in watchers) or not clear_all():
+                raise
+        torch.cuda.empty_cache()  # after the handler: the error keeps tensors alive there
         return _generate(model, request, watchers, watch=watch, progress=progress)
-    except torch.OutOfMemoryError:
-        if any(watcher.tokens or watcher.finish for watcher in watchers) or not clear_all():
-            raise
-    torch.cuda.empty_cache()  # after the handler: the error keeps tensors alive there
-    return _generate(model, request, watchers, watch=watch, progress=progress)
 
 
 def _generate(

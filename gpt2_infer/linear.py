@@ -13,8 +13,9 @@ with_room(). With --products 3xfp16, layers take two rows or more through our ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,24 @@ from gpt2_infer.config import ProductsName
 from gpt2_infer.prepared import Prepared
 from gpt2_infer.product import Product
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 # Weights of at least this many elements multiply faster on two cores, half on each.
 MIN_SPLIT_NUMEL = 2**17
+
+
+def without_autocast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Run a function in the model's own dtype, even where torch.autocast is on."""
+
+    @functools.wraps(function)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            return function(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 class Linear(nn.Module):

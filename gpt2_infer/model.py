@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -36,7 +37,14 @@ from gpt2_infer.checkpoint import (
 from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config, ProductsName
 from gpt2_infer.errors import ConfigError, RequestError
-from gpt2_infer.linear import Linear, project, weight_and_bias, weights_stamp, with_room
+from gpt2_infer.linear import (
+    Linear,
+    project,
+    weight_and_bias,
+    weights_stamp,
+    with_room,
+    without_autocast,
+)
 from gpt2_infer.prepared import Prepared
 from gpt2_infer.product import check_products
 from gpt2_infer.tokenizer import Tokenizer
@@ -290,6 +298,13 @@ class GPT2(nn.Module):
         """The device of the weights."""
         return self.wte.weight.device
 
+    def on_device(self) -> AbstractContextManager[object]:
+        """Return a context in which the model's GPU, if it has one, is the current CUDA device.
+
+        Events, streams and captured graphs are of the current device.
+        """
+        return torch.cuda.device_of(self.wte.weight)  # type: ignore[no-untyped-call]
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
@@ -415,6 +430,7 @@ class GPT2(nn.Module):
         spec = self.decode_attention
         check_backend(spec, self.config, self.dtype, self.device, decode=True)
 
+    @without_autocast
     @torch.inference_mode()
     def forward(
         self,
@@ -467,6 +483,7 @@ class GPT2(nn.Module):
             cache.seqlens[index] = seqlen if seqlens is None else seqlens.int()
         return self.head(self.ln_f(x)).view(batch, -1, self.config.vocab_size)
 
+    @without_autocast
     @torch.inference_mode()
     def decode(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Append one token per row and return the logits after it.

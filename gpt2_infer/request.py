@@ -51,6 +51,12 @@ class Request:
         check_type("stop", self.stop, Sequence)
         if self.engine not in ENGINES:
             raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
+        if self.config.unsupported_generation:
+            raise RequestError(
+                f"the checkpoint sets {', '.join(self.config.unsupported_generation)}, which is "
+                "not supported: to generate without, remove it from generation_config.json (from "
+                "config.json if there is no such file) in a local copy of the checkpoint"
+            )
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stops):
             raise RequestError(f"stop strings must be non-empty texts, not {self.stop!r}")
@@ -59,11 +65,12 @@ class Request:
         prompts = [self.prompts] if isinstance(self.prompts, str) else self.prompts
         rows = encode_prompts(self.tokenizer, prompts)
         longest, positions = max(map(len, rows)), self.config.n_positions
-        if longest + self.max_new_tokens > positions:
+        needed = longest + self.max_new_tokens - 1  # nothing is computed from the last token
+        if needed > positions:
             raise RequestError(
-                f"{longest} prompt tokens and {self.max_new_tokens} new ones are "
-                f"{longest + self.max_new_tokens}, but this model has {positions} positions: "
-                "shorten the prompt or lower --max-new-tokens"
+                f"{longest} prompt tokens and {self.max_new_tokens} new ones need {needed} "
+                f"positions, but this model has {positions}: shorten the prompt or lower "
+                "--max-new-tokens"
             )
         vocab_size = self.config.vocab_size
         outside = sorted({token for row in rows for token in row if not 0 <= token < vocab_size})
@@ -117,9 +124,14 @@ def _encode(tokenizer: Tokenizer | None, prompt: str) -> list[int]:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(f"the prompt is not valid text: {error.reason}") from error
-    ids = tokenizer.encode(prompt)
+    try:
+        ids = tokenizer.encode(prompt)
+    except Exception as error:  # tokenizers raises bare ones: a word may have no token
+        raise RequestError(f"the prompt {prompt[:40]!r} cannot be encoded: {error}") from error
     if ids:
         return ids
+    if prompt:
+        raise RequestError(f"the prompt {prompt[:40]!r} has no token that the tokenizer knows")
     if tokenizer.end_of_text is None:
         raise RequestError("the prompt is empty and there is no end-of-text token to begin with")
     return [tokenizer.end_of_text]

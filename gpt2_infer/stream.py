@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from gpt2_infer.request import Request
 from gpt2_infer.tokenizer import Tokenizer
 
 FinishReason = Literal["length", "end-of-text", "stop", "interrupted"]
+CONTEXT = 8  # tokens of the prompt that decide how its text and the next token's are joined
 
 
 class TextStream:
     """Turns tokens into text as soon as it is certain; a character is never split.
 
-    The joined pieces from feed() and finish() are exactly decode(all ids).
+    The joined pieces from feed() and finish() are exactly continuation(prompt, all ids), unless a
+    decoder with byte fallback gets invalid UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._pending: list[int] = []  # tokens since the last certain text
-        self._context: list[int] = []  # earlier tokens, which decide on leading spaces
+        self._context = [*prompt]  # earlier tokens with text, which decide on leading spaces
 
     def feed(self, token: int) -> str:
         """Return the text that `token` makes certain: often one word, sometimes nothing."""
@@ -34,11 +36,11 @@ class TextStream:
         return self._flush(self._new_text()) if self._pending else ""
 
     def _new_text(self) -> str:
-        known = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._pending)[len(known) :]
+        return self._tokenizer.continuation(self._context, self._pending)
 
     def _flush(self, text: str) -> str:
-        self._context, self._pending = self._pending, []
+        if text:
+            self._context, self._pending = self._pending, []
         return text
 
 
@@ -50,20 +52,22 @@ class Watcher:
     ) -> None:
         self.row, self.stop, self.on_text = row, request.stops, on_text
         self.eos = () if request.ignore_eos else request.config.eos_token_id
-        self.tokenizer = request.tokenizer
+        self.tokenizer, self.prompt = request.tokenizer, request.rows[row][-CONTEXT:]
+        if self.tokenizer and self.prompt == [self.tokenizer.end_of_text]:  # an empty text
+            self.prompt = []
         self.stream: TextStream | None = None
         if self.tokenizer and (self.stop or on_text):
-            self.stream = TextStream(self.tokenizer)
+            self.stream = TextStream(self.tokenizer, self.prompt)
         self.tokens: list[int] = []
         self.text = ""  # streamed text, up to a stop string
         self.sent = 0  # characters passed to on_text
         self.finish: FinishReason | None = None
 
     def whole_text(self) -> str:
-        """Return the row's text; empty without a tokenizer."""
+        """Return the row's text, which follows its prompt's; empty without a tokenizer."""
         if self.stream or not self.tokenizer:
             return self.text
-        return self.tokenizer.decode(self.tokens)
+        return self.tokenizer.continuation(self.prompt, self.tokens)
 
     def see(self, token: int) -> None:
         """Take the row's next token; ignored once the row has finished."""

@@ -54,12 +54,19 @@ class Tokenizer:
         if not any((folder / name).is_file() for name in _VOCABULARIES):
             raise WeightsError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}")
         try:
-            if (gpt2s := _load_gpt2s(folder, says)) is not None:
-                return cls(gpt2s)
-            from transformers import AutoTokenizer
-
-            wrapped = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-            return _TransformersTokenizer(wrapped)
+            config = folder / "config.json"
+            model = read_json_object(config) if config.is_file() else {}
+            if (gpt2s := _load_gpt2s(folder, says, model)) is not None:
+                loaded = cls(gpt2s)
+            else:
+                loaded = _TransformersTokenizer(_load_others(folder, says, model))
+            if loaded.is_empty:
+                # From other files than its class reads, transformers builds an empty tokenizer.
+                kind = type(loaded._wrapped).__name__
+                raise WeightsError(
+                    f"as a {kind} it encodes no text: tokenizer_config.json must name its own class"
+                )
+            return loaded
         # transformers and tokenizers raise many kinds of errors, even bare Exception.
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -73,7 +80,15 @@ class Tokenizer:
     @property
     def end_of_text(self) -> int | None:
         """The id that stands for an empty prompt (GPT-2's convention), or None."""
-        return int(self._wrapped.token_to_id(END_OF_TEXT))
+        token: int | None = self._wrapped.token_to_id(END_OF_TEXT)
+        return token
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it knows no token of a text, not even of its own vocabulary's."""
+        ids = list(range(min(self.vocab_size, 1000)))
+        text = self._wrapped.decode(ids, skip_special_tokens=True)
+        return not {*self.encode(text)} - {getattr(self._wrapped, "unk_token_id", None)}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without adding special tokens."""
@@ -82,6 +97,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return str(self._wrapped.decode(list(ids), skip_special_tokens=False))
+
+    def continuation(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text that `ids` add to that of `before`, such as the space between words."""
+        known, whole = self.decode(before), self.decode([*before, *ids])
+        # If `before` ends within a character, `ids` may change its text.
+        return whole[len(known) :] if whole.startswith(known) else self.decode(ids)
 
 
 class _TransformersTokenizer(Tokenizer):
@@ -109,18 +130,37 @@ class _TransformersTokenizer(Tokenizer):
         return str(self._wrapped.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
-def _load_gpt2s(folder: Path, says: dict[str, Any]) -> tokenizers.Tokenizer | None:
+def _named_class(says: dict[str, Any], model: dict[str, Any]) -> str | None:
+    return says.get("tokenizer_class") or model.get("tokenizer_class")
+
+
+def _load_others(folder: Path, says: dict[str, Any], model: dict[str, Any]) -> Any:
+    """Return the tokenizer that transformers reads in the folder."""
+    from transformers import AutoTokenizer, BertTokenizer, GPT2Config
+
+    found = [name for name in _VOCABULARIES if (folder / name).is_file()]
+    if found == ["vocab.txt"] and _named_class(says, model) is None:
+        return BertTokenizer.from_pretrained(str(folder))
+    # Folders of 2019 have no model_type, without which AutoTokenizer does not know the class.
+    is_old = "model_type" not in model and "tokenizer.json" not in found
+    options = {"config": GPT2Config.from_dict(model)} if is_old else {}
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
+
+
+def _load_gpt2s(
+    folder: Path, says: dict[str, Any], model: dict[str, Any]
+) -> tokenizers.Tokenizer | None:
     """Return GPT-2's tokenizer with the folder's vocabulary, or None for any other.
 
-    says: the content of tokenizer_config.json.
+    says: the content of tokenizer_config.json. model: the content of config.json.
     """
     for key, value in says.items():
         if key not in _WITHOUT_EFFECT and value not in _GPT2S.get(key, ()):
             return None
-    if "tokenizer_class" not in says:
-        config = folder / "config.json"
-        if not config.is_file() or read_json_object(config).get("model_type") != "gpt2":
-            return None
+    named = _named_class(says, model)
+    by_default = named is None and model.get("model_type", "gpt2") == "gpt2"
+    if named not in _GPT2S["tokenizer_class"] and not by_default:
+        return None
     if any((folder / name).is_file() for name in ("added_tokens.json", "special_tokens_map.json")):
         return None
     whole, vocabulary, merges = (

@@ -214,7 +214,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[str, ...]:
         return ()
     if checkpoint.hub_id is not None:
         return (checkpoint.folder.name,)
-    return tuple(folder.digest(path) for path in sorted(checkpoint.folder.glob("*.safetensors")))
+    return tuple(folder.digest(path) for path in sorted(checkpoint.folder.glob("*.safetensors*")))
 
 
 def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:

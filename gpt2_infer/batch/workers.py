@@ -26,7 +26,7 @@ from attention_kernels.child import ending
 from gpt2_infer.batch.folder import BatchError, locked
 from gpt2_infer.batch.job import Job, Settings, plan, work
 from gpt2_infer.checkpoint import resolve_device
-from gpt2_infer.errors import GPT2InferError, RequestError, UnavailableDeviceError
+from gpt2_infer.errors import GPT2InferError, RequestError
 
 EXPECTED = (GPT2InferError, AttentionError, OSError, torch.OutOfMemoryError)
 Workers = dict[Any, SpawnProcess]  # keys: our ends of the pipes
@@ -188,10 +188,8 @@ def find_devices(names: str | None) -> list[torch.device]:
     if not re.fullmatch(r"all|\d+(,\d+)*", names):
         raise RequestError(f"devices must be all, 0,1 or the like, cpu or cpu:N, not {names!r}")
     resolve_device("cuda")  # raises an error without CUDA
-    count = torch.cuda.device_count()
-    indices = [*range(count)] if names == "all" else [int(index) for index in names.split(",")]
-    if absent := [index for index in indices if index >= count]:
-        raise UnavailableDeviceError(f"this machine has no CUDA device {absent[0]}")
+    every = range(torch.cuda.device_count())
+    indices = [*every] if names == "all" else [int(index) for index in names.split(",")]
     if len({*indices}) < len(indices):
         raise RequestError(f"devices {names} names a device twice")
-    return [torch.device("cuda", index) for index in indices]
+    return [resolve_device(f"cuda:{index}") for index in indices]

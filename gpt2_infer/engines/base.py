@@ -36,7 +36,8 @@ class Engine:
         self.name, self.device = name, model.device
         self.length_step = length_step(name, model.device)
         rows, self.capacity = len(self.padded_rows(request)), self.needed(model, request, name)
-        self.tokens = torch.zeros(rows, self.capacity, dtype=torch.long, device=self.device)
+        # The last token needs no position.
+        self.tokens = torch.zeros(rows, self.capacity + 1, dtype=torch.long, device=self.device)
         self.prompt_lengths = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.lengths = torch.zeros_like(self.prompt_lengths)
         self.rows = torch.arange(rows, device=self.device)
@@ -64,7 +65,7 @@ class Engine:
 
     @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
-        """Return the capacity of a row in tokens."""
+        """Return the capacity of a row in positions."""
         last = max(map(len, request.rows)) + request.max_new_tokens
         return padded_length(last, length_step(name, model.device), model.config)
 

@@ -47,7 +47,7 @@ class Recompute(Engine):
 
     @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
-        """Return the capacity of a row in tokens: with graphs, n_positions, so any length fits."""
+        """Return the capacity of a row: with graphs, n_positions, so any length fits."""
         return super().needed(model, request, name) if name == "eager" else model.config.n_positions
 
     def warm_up(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt2_infer.engines import batch_step
 from gpt2_infer.engines.base import capture, pool_bytes
+from gpt2_infer.linear import without_autocast
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Request
 
@@ -94,6 +95,7 @@ class Slots:
         own += sum(x.nbytes for one in self.prompts.values() for x in one.tensors)
         return own + self.all.kv.nbytes + (pool_bytes(self.graph) if self.graph else 0)
 
+    @without_autocast
     def begin(self, model: GPT2, request: Request) -> None:
         """Start a run; the slots must be new or free."""
         self.model, self.sampling = model, request.sampling
@@ -119,6 +121,7 @@ class Slots:
         for prompts in self.prompts.values():
             del prompts.model
 
+    @without_autocast
     def join(self, length: int, requests: Sequence[Request], slots: Integers) -> None:
         """Run at most a group of prompts of up to `length` tokens; fill the first of free slots."""
         prompts = self.prompts.get(length)
@@ -134,6 +137,7 @@ class Slots:
         """Return the newest work; see Work."""
         return Work(rows, self.tokens, self.logprobs)
 
+    @without_autocast
     def step(self) -> None:
         """Decode a token of every row."""
         self.decode() if self.graph is None else self.graph.replay()

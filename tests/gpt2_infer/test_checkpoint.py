@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from gpt2_infer import GPT2, RequestError, WeightsError
+from gpt2_infer import GPT2, RequestError, WeightsError, generate
 from gpt2_infer.checkpoint import open_checkpoint
 from gpt2_infer.config import named_config
 from gpt2_infer.tokenizer import Tokenizer
 from tests.conftest import rewrite
+from tests.gpt2_infer.test_config import PUBLISHED
 
 TOKENS = torch.arange(10)[None]
 
@@ -33,8 +35,43 @@ def test_sharded_equals_single(save_checkpoint, tmp_path):
     assert len(shards) > 2
     assert torch.equal(logits(load(tmp_path / "sharded")), logits(load(folder)))
     shards[-1].unlink()
-    with pytest.raises(WeightsError, match=r"sharded does not fit its configuration: missing "):
+    with pytest.raises(WeightsError, match=rf"names {shards[-1].name}, which is not there"):
         load(tmp_path / "sharded")
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("newest", ["a-fix.safetensors", "model.safetensors"])
+def test_the_index_says_which_file_a_tensor_is_in(newest, save_checkpoint):
+    folder, model = save_checkpoint(vocab_size=50)
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    stale = {name: tensor + 1 for name, tensor in tensors.items()}
+    wte = "transformer.wte.weight"
+    save_file({**tensors, wte: stale[wte]}, folder / "most.safetensors")
+    save_file({wte: tensors[wte]}, folder / newest)
+    save_file(stale, folder / "model-00001-of-00002.safetensors")  # no longer in use
+    weight_map = {**dict.fromkeys(tensors, "most.safetensors"), wte: newest}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.allclose(logits(load(folder)), model(TOKENS).logits, atol=1e-5)
+
+
+def test_an_index_of_other_files_does_not_replace_a_whole_file(save_checkpoint):
+    """As in transformers: it may be older."""
+    folder, model = save_checkpoint(vocab_size=50)
+    (folder / INDEX).write_text('{"weight_map": {"wte.weight": "model-1-of-2.safetensors"}}')
+    assert torch.allclose(logits(load(folder)), model(TOKENS).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": ["x"]}', '{"weight_map": {"x": 1}}'])
+def test_an_index_that_names_no_files_is_refused(content, save_checkpoint):
+    folder, _ = save_checkpoint(vocab_size=50)
+    (folder / "model.safetensors").rename(folder / "model-1-of-1.safetensors")
+    (folder / INDEX).write_text(content)
+    with pytest.raises(WeightsError, match=r"index\.json has no valid weight_map: Expected"):
+        load(folder)
 
 
 def test_keys_without_the_prefix_and_legacy_buffers(save_checkpoint):
@@ -176,10 +213,55 @@ def test_float32_weights_on_the_cpu_are_the_files_own_pages(save_checkpoint):
     assert all(any(low <= address < high for low, high in mapped) for address in addresses)
 
 
-def test_end_of_text_ids_come_from_generation_config(save_checkpoint):
+def test_generation_config_decides_as_in_transformers(save_checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    folder, model = save_checkpoint(vocab_size=50)
+    files = [folder / "config.json", folder / "generation_config.json"]
+    config = json.loads(files[0].read_text()) | {"repetition_penalty": 1.0}
+    prompt = torch.tensor([[1, 2, 3]])
+    end = int(model.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None)[0, -1])
+    for fields, generation in (
+        ({"eos_token_id": end}, None),
+        ({"eos_token_id": None}, None),
+        ({}, None),
+        ({"eos_token_id": end}, {"eos_token_id": [60, 61]}),
+        ({"eos_token_id": end}, {"eos_token_id": None}),
+        ({"eos_token_id": end}, {}),
+        ({"eos_token_id": 60}, {"eos_token_id": [end, 61]}),
+        ({"eos_token_id": end, "repetition_penalty": 9.0}, {"num_beams": 1}),
+    ):
+        del config["eos_token_id"]
+        for file, content in zip(files, (config | fields, generation), strict=True):
+            file.unlink(missing_ok=True)
+            if content is not None:
+                file.write_text(json.dumps(content))
+        config |= {"eos_token_id": 0}
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        expected = theirs.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        got = generate(load(folder), prompt, max_new_tokens=8)
+        ended = [end] if got.finish_reasons == ["end-of-text"] else []
+        assert got.tokens[0] + ended == expected[0, 3:].tolist(), (fields, generation)
+
+
+def test_settings_of_generation_that_are_not_supported_are_refused_by_name(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert load(folder).config.eos_token_id == (3, 4)
+    settings = {"num_beams": 3, "repetition_penalty": 1.3, "suppress_tokens": [4], "top_k": 5}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    model = load(folder)
+    assert torch.isfinite(logits(model)).all()
+    with pytest.raises(RequestError, match="sets num_beams, repetition_penalty, suppress_tokens"):
+        generate(model, [[1]])
+
+
+def test_the_published_gpt2_medium_loads(save_checkpoint, caplog):
+    folder, model = save_checkpoint(vocab_size=50)
+    sizes = {name: getattr(model.config, name) for name in ("n_embd", "n_head", "n_layer")}
+    sizes |= {"vocab_size": 50, "n_positions": 64}
+    (folder / "config.json").write_text(json.dumps(PUBLISHED | sizes))
+    (folder / "generation_config.json").unlink()
+    assert torch.allclose(logits(load(folder)), model(TOKENS).logits, atol=1e-5)
+    assert not caplog.records
 
 
 def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, monkeypatch):
@@ -197,7 +279,11 @@ def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, m
     expected = logits(load(folder))
     assert torch.equal(logits(load("someone/tiny")), expected)
     assert torch.equal(logits(load("someone/tiny", revision="v2")), expected)
-    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").rename(snapshot / "a.safetensors")
+    weight_map = dict.fromkeys(load_file(snapshot / "a.safetensors"), "a.safetensors")
+    (snapshot / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(logits(load("someone/tiny")), expected)
+    (snapshot / "a.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"could not be fetched.*--model demo"):
         load("someone/tiny")
 

@@ -138,17 +138,26 @@ def test_graphs_and_devices_agree(mode, demo):
     assert graphs.tokens == eager.tokens == generate(demo, PROMPTS, max_new_tokens=60).tokens
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_new_token_and_a_full_context(mode, save_checkpoint):
-    folder, _ = save_checkpoint(n_positions=32)
+@pytest.mark.parametrize("engine", ["recompute", "kv-cache", "fused", "batch"])
+def test_one_new_token_and_a_full_context(engine, save_checkpoint):
+    """The last token needs no position: nothing is computed from it."""
+    folder, theirs = save_checkpoint(n_positions=32)
     model = GPT2.from_pretrained(str(folder), device="cpu")
-    assert generate(model, [[1, 2]], max_new_tokens=1, mode=mode, ignore_eos=True).new_tokens == 1
-    full = generate(model, [[5] * 31], max_new_tokens=1, mode=mode, ignore_eos=True)
-    assert full.new_tokens == 1
-    full = generate(model, [[5]], max_new_tokens=31, mode=mode, ignore_eos=True)
-    assert full.new_tokens == 31
-    with pytest.raises(RequestError, match=r"2 prompt tokens and 31 new ones.*32 positions"):
-        generate(model, [[5, 5]], max_new_tokens=31, mode=mode)
+    options = {"mode": "recompute" if engine == "recompute" else "kv-cache", "ignore_eos": True}
+    if engine == "fused":
+        options["engine"] = "fused"
+    for prompt, new_tokens in (([1, 2], 1), ([5] * 31, 2), ([5] * 32, 1), ([5], 32)):
+        request = request_for(model, [prompt], max_new_tokens=new_tokens, **options)
+        if engine == "batch":
+            ((_, done),) = Continuous(model, batch=2).run([(0, request)])
+        else:
+            done = run(model, request)
+        text = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None
+        )
+        assert text[0, len(prompt) :].tolist() in (done.tokens, *done.tokens)
+    with pytest.raises(RequestError, match=r"2 prompt tokens and 32 new ones need 33 pos.* has 32"):
+        generate(model, [[5, 5]], max_new_tokens=32)
 
 
 def end_of_text_after(model: GPT2, prompt: str, steps: int) -> GPT2:
@@ -296,7 +305,7 @@ def test_an_empty_prompt_is_the_start_of_a_document(demo):
         ({"prompts": [[]]}, "a list of token ids must not be empty"),
         ({"prompts": [[8192]]}, "outside the vocabulary of 8192"),
         ({"max_new_tokens": 0}, "max-new-tokens must be an integer of 1 or more, not 0"),
-        ({"max_new_tokens": 1024}, "1024 positions"),
+        ({"max_new_tokens": 1025}, "need 1025 positions, but this model has 1024"),
         ({"mode": "magic"}, "mode must be one of recompute, kv-cache"),
         ({"stop": [""]}, "stop strings must be non-empty texts"),
         ({"stop": [3]}, "stop strings must be non-empty texts"),
@@ -341,6 +350,25 @@ def test_torchs_default_device_changes_nothing(mode, demo):
         assert generate(demo, PROMPTS, **options).tokens == expected
         model = GPT2.from_pretrained("demo", device="cpu")
         assert generate(model, PROMPTS, **options).tokens == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_changes_nothing(device):
+    model = GPT2.from_pretrained("demo", device=device)
+    requests = [
+        request_for(model, PROMPTS[:1], max_new_tokens=4, mode=mode, sampling=Sampling(1.0, seed=3))
+        for mode in MODES
+    ]
+
+    def results():
+        logits = model(torch.tensor(requests[0].rows, device=device))
+        batch = dict(Continuous(model, batch=2).run(list(enumerate(requests[1:]))))
+        model.release()
+        return logits.tolist(), batch[0].tokens, [run(model, one).tokens for one in requests]
+
+    expected = results()
+    with torch.autocast(device, torch.bfloat16):
+        assert results() == expected
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,22 +1,76 @@
 from __future__ import annotations
 
+import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
+from gpt2_infer import GPT2Config, Request
 from gpt2_infer.checkpoint import open_checkpoint
-from gpt2_infer.stream import TextStream
+from gpt2_infer.stream import TextStream, Watcher
 from gpt2_infer.tokenizer import Tokenizer
 
 DEMO = Tokenizer.load(open_checkpoint("demo").folder)
 GPT2 = Tokenizer.load(open_checkpoint("gpt2", random_weights=True).folder)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 8191), max_size=30))
-def test_streamed_pieces_join_to_the_whole_text(ids):
-    stream = TextStream(DEMO)
+def words(decoder: tokenizers.decoders.Decoder | None, *vocabulary: str) -> Tokenizer:
+    """Return a tokenizer whose decoder joins words, with one id for each and 0 for all others."""
+    ids = {word: i for i, word in enumerate(["[UNK]", *vocabulary])}
+    made = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    if decoder is not None:
+        made.decoder = decoder
+    return Tokenizer(made)
+
+
+JOINED = words(None, "hello", "world")
+PIECES = words(decoders.WordPiece(), "hello", "world", "##s", ".")
+SPACES = words(decoders.Metaspace(), "\u2581hello", "\u2581", "s")
+STRIPPED = words(
+    decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    *("\u2581hello", "\u2581", "s"),
+)
+IDS = st.lists(st.integers(0, 8), max_size=12)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], prompt: list[int]) -> str:
+    stream = TextStream(tokenizer, prompt)
     pieces = [stream.feed(token) for token in ids]
-    assert "".join(pieces) + stream.finish() == DEMO.decode(ids)
+    return "".join(pieces) + stream.finish()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 8191), max_size=30), st.lists(st.integers(0, 255), max_size=2))
+def test_streamed_pieces_join_to_the_whole_text(ids, prompt):
+    assert streamed(DEMO, ids, []) == DEMO.decode(ids)
+    assert streamed(DEMO, ids, prompt) == DEMO.continuation(prompt, ids)
+
+
+@pytest.mark.parametrize("tokenizer", [JOINED, PIECES, SPACES, STRIPPED])
+@given(ids=IDS, prompt=IDS)
+@settings(deadline=None)
+def test_the_same_with_decoders_that_join_words_and_ids_without_text(tokenizer, ids, prompt):
+    assert streamed(tokenizer, ids, []) == tokenizer.decode(ids)
+    text = streamed(tokenizer, ids, prompt)
+    assert text == tokenizer.continuation(prompt, ids)
+    assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *ids])
+
+
+@pytest.mark.parametrize(("prompt", "text"), [("hello", " world worlds."), ("", "world worlds.")])
+def test_prompt_and_text_join_whether_it_is_streamed_or_not(prompt, text, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "end_of_text", 0)
+    request = Request(config=GPT2Config(vocab_size=99), tokenizer=PIECES, prompts=prompt)
+    pieces: list[str] = []
+    for watcher in (Watcher(request), Watcher(request, 0, lambda _, piece: pieces.append(piece))):
+        for token in (2, 50, 2, 3, 50, 4):
+            watcher.see(token)
+        watcher.end("length")
+        assert watcher.whole_text() == text
+    assert "".join(pieces) == text
 
 
 @settings(deadline=None)

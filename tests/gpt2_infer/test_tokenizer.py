@@ -4,10 +4,12 @@ import subprocess
 import sys
 
 import pytest
-from tokenizers import normalizers
+import tokenizers
+from tokenizers import models, normalizers
 
-from gpt2_infer import WeightsError
+from gpt2_infer import RequestError, WeightsError
 from gpt2_infer.checkpoint import open_checkpoint
+from gpt2_infer.request import encode_prompts
 from gpt2_infer.tokenizer import Tokenizer
 
 DEMO = Tokenizer.load(open_checkpoint("demo").folder)
@@ -27,6 +29,72 @@ def test_a_folder_without_a_vocabulary_is_refused(tmp_path):
     (tmp_path / "config.json").write_bytes(config.read_bytes())
     with pytest.raises(WeightsError, match=r"holds no tokenizer: none of tokenizer\.json"):
         Tokenizer.load(tmp_path)
+
+
+CONFIG = {"config.json": '{"model_type": "gpt2"}'}
+CLASS = "tokenizer_config.json"
+BERTS = {"vocab.txt": "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nworld\n##s\n\u4f60\n\u597d\n"}
+CHINESE = {"vocab.txt": "[UNK]\n\u4f60\n\u597d\n"}  # cannot read "a plain text", either
+
+
+def write(folder, files) -> None:
+    for name, content in files.items():
+        (folder / name).write_text(content, "utf-8")
+
+
+@pytest.mark.parametrize("config", [CONFIG, {"config.json": "{}"}, {}])
+@pytest.mark.parametrize("named", [{}, {CLASS: '{"tokenizer_class": "BertTokenizer"}'}])
+def test_a_vocabulary_of_berts_is_read_as_one(named, config, tmp_path):
+    """As in GPT2-Chinese's folders, which need not name the class."""
+    write(tmp_path, BERTS | named | config)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("hello worlds \u4f60") == [5, 6, 7, 8]
+    assert tokenizer.continuation([5], [6, 7]) == " worlds"
+    assert tokenizer.end_of_text is None
+    (tmp_path / "chinese").mkdir()
+    write(tmp_path / "chinese", CHINESE | named | config)
+    assert Tokenizer.load(tmp_path / "chinese").encode("\u4f60\u597d") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (BERTS | {CLASS: '{"tokenizer_class": "GPT2Tokenizer"}'}, "as a GPT2Tokenizer it encodes"),
+        ({"spiece.model": "x"}, "as a GPT2Tokenizer it encodes no text: .* name its own class"),
+        ({"vocab.txt": "[UNK]\n"}, "as a BertTokenizer it encodes no text"),
+        ({"vocab.json": "{}", "merges.txt": "#version: 0.2\n"}, "encodes no text"),
+    ],
+)
+def test_a_tokenizer_that_encodes_nothing_is_refused(files, words, tmp_path):
+    write(tmp_path, CONFIG | files)
+    with pytest.raises(WeightsError, match=f"holds no readable tokenizer: .*{words}"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (models.WordLevel({"hello": 0}), r"'bye' cannot be encoded: .*Missing \[UNK\]"),
+        (models.BPE({"hello": 0}, []), "'bye' has no token that the tokenizer knows"),
+    ],
+)
+def test_a_prompt_without_tokens_is_refused(model, words):
+    made = tokenizers.Tokenizer(model)
+    made.add_special_tokens(["<|endoftext|>"])
+    tokenizer = Tokenizer(made)
+    assert encode_prompts(tokenizer, [""]) == [[1]]
+    with pytest.raises(RequestError, match=words):
+        encode_prompts(tokenizer, ["bye"])
+
+
+@pytest.mark.parametrize("added", [{}, {"special_tokens_map.json": '{"pad_token": "!"}'}])
+@pytest.mark.parametrize("config", [{"config.json": '{"n_layer": 6}'}, {}])
+def test_a_folder_of_2019_without_model_type(config, added, tmp_path):
+    demo = open_checkpoint("demo").folder
+    files = {name: (demo / name).read_text("utf-8") for name in ("vocab.json", "merges.txt")}
+    write(tmp_path, files | config | added)
+    for text in TEXTS:
+        assert Tokenizer.load(tmp_path).encode(text) == DEMO.encode(text)
 
 
 TEXTS = [

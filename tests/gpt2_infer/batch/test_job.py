@@ -72,7 +72,7 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
         '{"prompt": [], "id": "e"}': "a list of token ids must not be empty",
         '{"prompt": {"a": 1}, "id": "y"}': "a prompt must be a text or a list of token ids",
         '{"prompt": [9999], "id": "z"}': "outside the vocabulary of 8192",
-        json.dumps({"prompt": [1] * 61, "id": "long"}): "61 prompt tokens and 5 new ones are 66",
+        json.dumps({"prompt": [1] * 61, "id": "long"}): "61 prompt tokens and 5 new ones need 65",
         '{"id": null, "prompt": "a", "deep": ' + "[" * 200_000: "recursion depth",
     }
     (tmp_path / "in.jsonl").write_text("\n\n".join(lines))
@@ -314,7 +314,7 @@ def test_invalid_settings_are_refused_at_once(settings, tmp_path):
     ):
         with pytest.raises(RequestError, match="must be "):
             dataclasses.replace(settings, **{field: value})
-    for field, value in (("max_new_tokens", 64), ("stop", ("",))):
+    for field, value in (("max_new_tokens", 65), ("stop", ("",))):
         other = dataclasses.replace(settings, **{field: value})
         with pytest.raises(RequestError):
             batch.run([file], tmp_path / "out", other, devices=CPU)

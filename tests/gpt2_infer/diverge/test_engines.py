@@ -239,7 +239,7 @@ def test_the_command(capsys):
     [
         (["eager", "NAIVE_PYTORCH"], "eager is an engine: diverge compares two of a kind"),
         (["eager", "graph"], "the graph engine does not support this: it needs a CUDA device"),
-        (["eager", "eager", "--max-new-tokens", "2000"], "this model has 1024 positions"),
+        (["eager", "eager", "--max-new-tokens", "2000"], "this model has 1024"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, words, capsys):

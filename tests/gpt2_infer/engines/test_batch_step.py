@@ -83,9 +83,9 @@ def test_a_step_is_as_exact_as_pytorch(dtype, long, monkeypatch):
     assert torch.equal(ours.seqlens, theirs.seqlens)
 
     step.choose(logits)
-    rows = logits.float().log_softmax(-1)
+    exact_logprobs = logits.double().log_softmax(-1).max(-1).values
     assert torch.equal(tokens, logits.argmax(-1))
-    torch.testing.assert_close(step.logprobs, rows.max(-1).values, rtol=0, atol=2e-6)
+    torch.testing.assert_close(step.logprobs.double(), exact_logprobs, rtol=0, atol=2e-6)
     assert (step.lengths - torch.tensor(LENGTHS)).tolist() == [1, 1, 0, 1, 1]
 
 
@@ -99,6 +99,21 @@ def test_its_attention_is_that_of_the_backend_bit_for_bit(dtype, monkeypatch):
         found.append((step_over(model, cache, tokens).logits(), cache.kv))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_attention_does_not_read_what_the_step_writes(monkeypatch):
+    """It may begin before the product ahead of it, and what overlaps with that, has ended."""
+    model, run, found = make_model(torch.float16), BatchStep._run, []
+
+    def too_early(step, kernel, rows, **fields):
+        if kernel == batch_step.ATTEND:
+            step.cache.seqlens.copy_(step.lengths)  # as before begin()
+        run(step, kernel, rows, **fields)
+
+    for each in (run, too_early):
+        monkeypatch.setattr(BatchStep, "_run", each)
+        found.append(step_over(model, filled_cache(model), torch.full((5,), 500)).logits())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,8 +159,8 @@ def test_a_token_is_chosen_as_pytorch_does(dtype, columns):
     assert torch.equal(step.tokens, expected)
     assert step.tokens[:3].eq(-1).all()
     assert step.tokens[4] == 17
-    logprobs = logits.float().log_softmax(-1).max(-1).values[3:]
-    torch.testing.assert_close(step.logprobs[3:], logprobs, rtol=0, atol=2e-6)
+    logprobs = logits.double().log_softmax(-1).max(-1).values[3:]
+    torch.testing.assert_close(step.logprobs[3:].double(), logprobs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, seed=3)])
