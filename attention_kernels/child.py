@@ -29,12 +29,19 @@ _MEANINGS = {
     signal.SIGKILL: "from outside, most likely by the system for lack of memory",
 }
 _PR_SET_DUMPABLE = 4
+_PR_SET_PDEATHSIG = 1
 
 
 def hide() -> None:
     """Deny other processes of this user to read this one's memory or to trace it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
