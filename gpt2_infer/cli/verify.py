@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 import os
 import re
-from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
-from attention_kernels.child import hide
+from attention_kernels import child
 from attention_kernels.ladder import ahead
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.options import DTYPES, SEED, seconds
@@ -80,11 +79,9 @@ def start_server(name: str, device: str) -> None:
 
     It also builds a version file. That may run what the file's author wrote, so hide from it.
     """
-    hide()
     if name.endswith(".cu"):
         os.environ[ahead.VARIABLE] = f"{device}:{name}"
-    forkserver.set_forkserver_preload(["attention_kernels.judge.server"])
-    forkserver.ensure_running()
+    child.start_server()
     os.environ.pop(ahead.VARIABLE, None)
 
 
