@@ -200,6 +200,8 @@ class Report:
     """The number of checks that ran."""
     cases: int = 0
     """The number of cases that ran."""
+    calls: int = 0
+    """The number of calls of the kernel, all in one process."""
     stopped: bool = False
     """Whether the suite stopped early: too many checks failed, or a kernel did not end."""
     killed: bool = False
@@ -348,6 +350,7 @@ def verify(
             if bar:
                 bar.update(done)
             on_check(done, report.total)
+            report.calls = runner.calls
             if isinstance(found, UnsupportedError):
                 report.refusals += driver.refused.add(check, found)
                 continue

@@ -107,7 +107,11 @@ def _show(findings: Findings, printed: _Failures) -> None:
     sanitized = ", sanitized" if findings.sanitized else ""
     is_whole = findings.checks == findings.total
     ran = findings.checks if is_whole else f"{findings.checks} of {findings.total}"
-    counted = f": {ran} checks, seed {findings.seed}" if findings.total else ""
+    counted = (
+        f": {ran} checks, {findings.calls:,} calls in one process, seed {findings.seed}"
+        if findings.total
+        else ""
+    )
     show(f"{findings.name} on {findings.device}{emulated}{counted}{sanitized}")
     stages: dict[str, list[Failure]] = {}
     for failure in findings.failures:
