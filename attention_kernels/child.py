@@ -1,4 +1,4 @@
-"""Run a command with a time limit, and say how it ended; start the server of the judge's processes."""
+"""Run a command with a time limit and say how it ended; start the server of workers."""
 
 from __future__ import annotations
 

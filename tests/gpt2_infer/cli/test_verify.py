@@ -270,7 +270,9 @@ def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, in_this_proce
     (tmp_path / "v08_mine.cu").write_bytes(RIGHT.read_bytes())
     assert main(["verify", str(tmp_path / "v08_mine.cu"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert re.match(r"V08_MINE on cpu, emulated: \d+ checks, [\d,]+ calls in one process, seed 0\n", out)
+    assert re.match(
+        r"V08_MINE on cpu, emulated: \d+ checks, [\d,]+ calls in one process, seed 0\n", out
+    )
     assert "  nvcc not found: its flags were not tried\n" in out
     assert "no timing: it ran in the CPU emulator" in out
     assert main(["verify", str(tmp_path / "v09_none.cu")]) == 2
