@@ -146,6 +146,10 @@ def _show_scope(findings: Findings) -> None:
 
         share = f"{QUICK_SHARE:.0%} of the planted faults"
         show(f"  quick: the beginning of the suite, in which {share} show")
+    if findings.emulated and findings.has_attention:
+        from attention_kernels.judge.cases import LONGEST_EMULATED
+
+        show(f"  no length above {LONGEST_EMULATED:,}: it was emulated")
     if findings.few_shapes:
         from attention_kernels.judge.cases import COMPILED_RANGES
 
