@@ -21,7 +21,7 @@ from gpt2_infer.bench.record import (
     schema,
 )
 from gpt2_infer.files import check_writable
-from tests.gpt2_infer.bench.common import generation, inspection, kernels, profile, provenance
+from tests.gpt2_infer.bench.common import generation, inspection, kernels, profile
 
 RESULTS = Path(__file__).parents[3] / "results"
 
