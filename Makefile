@@ -41,8 +41,8 @@ report: $(VENV)/installed
 	$(BIN)/gpt2-infer report --family fp32 $(foreach name,$(SHOWN),$(call newest,$(name)))
 
 # Needs Python 3.11. SITE_URL is where the site will be.
-site: report
-	$(BIN)/python scripts/make_site.py --report report.html
+site: $(VENV)/installed
+	$(BIN)/python scripts/make_site.py
 
 # Needs nvcc 13. It compiles everything for every GPU; a second call only what has changed.
 wheel: $(VENV)/installed

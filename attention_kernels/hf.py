@@ -45,7 +45,7 @@ from transformers.masking_utils import (
 # Private, but the only way to see output_attentions in every model: GPT-2 does not pass it on.
 from transformers.utils.output_capturing import _active_collector
 
-from attention_kernels.contract import per_query_head
+from attention_kernels.contract import dtype_name, per_query_head
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.registry import (
     BackendSpec,
@@ -317,6 +317,10 @@ def _attention(
 def _prefill(
     spec: BackendSpec, scaling: float | None, is_causal: bool, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
+    if dtype_name(q.dtype) not in spec.dtypes:  # transformers loads a model in its stored dtype
+        reasons = spec.static_reasons(q.dtype, q.shape[3], q.device.type)
+        cure = f'load the model with dtype="{spec.dtypes[0]}"'
+        raise UnsupportedError(spec.name, [*reasons, cure])
     k, v = _heads_for(spec, q, k, v)
     return spec.attention(q, k, v, softmax_scale=scaling, is_causal=is_causal)
 

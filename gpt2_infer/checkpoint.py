@@ -130,6 +130,8 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         raise UnavailableDeviceError(
             f"{device}: this machine has no CUDA device that torch can use"
         )
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
     return found
 
 

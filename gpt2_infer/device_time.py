@@ -21,6 +21,7 @@ def device_seconds(work: Callable[[], Any]) -> float:
 
 def read_bandwidth(device: torch.device, size: int = 2**30) -> float:
     """Return the GPU's read bandwidth in GB/s: the median of 20 sums over `size` bytes."""
-    data = torch.empty(size // 4, device=device).normal_()
-    data.sum()  # warm-up
-    return size / statistics.median(device_seconds(data.sum) for _ in range(20)) / 1e9
+    with torch.cuda.device(device):  # the events' device
+        data = torch.empty(size // 4, device=device).normal_()
+        data.sum()  # warm-up
+        return size / statistics.median(device_seconds(data.sum) for _ in range(20)) / 1e9

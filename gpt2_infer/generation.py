@@ -133,13 +133,14 @@ def run(
         raise RequestError("streamed text needs a model with a tokenizer")
     watchers = [Watcher(request, row, on_text) for row in range(len(request.rows))]
     watch = progress or bool(watchers[0].stream or watchers[0].eos)
-    try:
+    with model.on_device():
+        try:
+            return _generate(model, request, watchers, watch=watch, progress=progress)
+        except torch.OutOfMemoryError:
+            if any(watcher.tokens or watcher.finish for watcher in watchers) or not clear_all():
+                raise
+        torch.cuda.empty_cache()  # after the handler: the error keeps tensors alive there
         return _generate(model, request, watchers, watch=watch, progress=progress)
-    except torch.OutOfMemoryError:
-        if any(watcher.tokens or watcher.finish for watcher in watchers) or not clear_all():
-            raise
-    torch.cuda.empty_cache()  # after the handler: the error keeps tensors alive there
-    return _generate(model, request, watchers, watch=watch, progress=progress)
 
 
 def _generate(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -290,6 +291,13 @@ class GPT2(nn.Module):
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.wte.weight.device
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Return a context in which the model's GPU, if it has one, is the current CUDA device.
+
+        Events, streams and captured graphs are of the current device.
+        """
+        return torch.cuda.device_of(self.wte.weight)  # type: ignore[no-untyped-call]
 
     @property
     def dtype(self) -> torch.dtype:

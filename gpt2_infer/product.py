@@ -291,6 +291,8 @@ class Product:
         self.weight, self.exponents = weight.contiguous(), None
         if products == "3xfp16":
             self.weight, self.exponents = pack(weight)
+        if weight.is_cuda and self.weight is not weight:  # else the copy could be just ahead
+            torch.cuda.current_stream(weight.device).synchronize()
         self._multiprocessors = count_multiprocessors(weight.device)
         self._op = _op(self.kernel.file, weight.device.type)
 

@@ -1,11 +1,11 @@
 """Build the site from README.md and every file that it leads to.
 
-    python scripts/make_site.py --report REPORT [--out FOLDER]
+    python scripts/make_site.py [--report REPORT] [--out FOLDER]
 
 README.md is the home page, and its table "Where to read on" is the navigation. Pages have the paths
 of their documents, so that links work unchanged. A linked source becomes a page, too, and a linked
 folder a list of its files; results and pictures are copied. REPORT is a page that `gpt2-infer
-report` wrote. A broken link fails the build.
+report` wrote; without it, one of a few versions is made. A broken link fails the build.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+from attention_kernels import ladder, list_backends
+from gpt2_infer.bench.record import Shape, newest
+from gpt2_infer.bench.show.page import make_page
 from gpt2_infer.cli import Parser
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
 COPIED = {".json", ".svg", ".gz"}
-EXAMPLE = "What does a report on the whole ladder show?"
+EXAMPLE = "What does a report on kernels show?"
+# A few versions, because counting the accesses of the whole ladder takes minutes.
+REPORTED = ("CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_2", "CUSTOM_CUDA_VERSION_12")
+RESULTS = ("kernel-fp32", "stalls-fp32")
 # Sources take the whole width, and the search leaves them out.
 SOURCE = "---\nhide: [navigation, toc]\nsearch: {{exclude: true}}\n---\n# {name}\n\n{body}\n"
 
@@ -87,10 +93,20 @@ def navigation() -> list[dict[str, str | list[str]]]:
     return [*found, {EXAMPLE: "report.html"}]
 
 
+def report() -> str:
+    """Return the page on a few versions, with the newest results."""
+    list_backends()
+    versions = ladder.versions()
+    shape = Shape(num_heads=1, seqlen=128, head_dim=64)
+    found = newest(ROOT / "results")
+    files = [found[name][0] for name in RESULTS]
+    return make_page({name: versions[name] for name in REPORTED}, files, shape, gpu="h200")
+
+
 def main() -> int:
     """Stage the pages and build the site."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path, required=True, help="page of the float32 ladder")
+    parser.add_argument("--report", type=Path, help="page to show instead of one of a few versions")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "site", help="output folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -98,7 +114,8 @@ def main() -> int:
         stage(pages)
         for file in (ROOT / "docs" / "site").iterdir():
             shutil.copy(file, pages)
-        shutil.copy(arguments.report, pages / "report.html")
+        text = arguments.report.read_text("utf-8") if arguments.report else report()
+        (pages / "report.html").write_text(text, "utf-8")
         configuration = (pages / "mkdocs.yml").rename(Path(name, "mkdocs.yml"))
         text = configuration.read_text("utf-8")
         configuration.write_text(f"{text}\nnav: {json.dumps(navigation())}\n", "utf-8")

@@ -139,3 +139,22 @@ def test_the_search_finds_a_page(open_page):
     page = open_page("index.html")
     page.get_by_role("textbox", name="Search").press_sequentially("swizzle")
     page.locator(".md-search-result__link", has_text="Hopper").first.wait_for()
+
+
+def test_the_search_finds_a_page_from_disk(browser, site):
+    page = browser.new_context().new_page()
+    page.set_default_timeout(60_000)
+    page.goto((site / "index.html").as_uri())
+    page.get_by_role("textbox", name="Search").press_sequentially("swizzle")
+    page.locator(".md-search-result__link", has_text="Hopper").first.wait_for()
+    page.context.close()
+
+
+def test_a_chart_is_dark_in_the_dark_and_its_edge_fades_where_it_is_cut(open_page):
+    page = open_page("index.html", color_scheme="dark", viewport={"width": 400, "height": 800})
+    chart = page.locator("p > img").first
+    assert "invert(1)" in chart.evaluate("it => getComputedStyle(it).filter")
+    edge = chart.locator("..").evaluate(
+        "it => it.scrollWidth > it.clientWidth && getComputedStyle(it).maskImage"
+    )
+    assert "linear-gradient" in edge

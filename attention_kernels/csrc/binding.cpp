@@ -142,7 +142,7 @@ bool is_refusal(cudaError_t error) {
   return error == cudaErrorInvalidValue || error == cudaErrorInvalidConfiguration ||
          error == cudaErrorLaunchOutOfResources || error == cudaErrorNoKernelImageForDevice
 #ifndef ATTENTION_EMULATOR
-         || error == cudaErrorInsufficientDriver
+         || error == cudaErrorInsufficientDriver || error == cudaErrorCooperativeLaunchTooLarge
 #endif
       ;
 }

@@ -60,22 +60,38 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
   return cudaGetLastError();
 }
 
+// Returns whether a kernel's code for the current device knows clusters and ptx::wait_for_previous().
+// What counts is its PTX, which may be older than the device, and is of one age in all of a file.
+inline bool is_for_hopper(const void* kernel, int device) {
+  thread_local int known = -1, ptx = 0;
+  cudaFuncAttributes attributes;
+  if (device != known) {
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+      (void)cudaGetLastError();  // without such code the launch fails, too
+      return false;
+    }
+    known = device, ptx = attributes.ptxVersion;
+  }
+  return ptx >= 90;
+}
+
 // The same for a kernel that may start before the previous one in the stream has ended and
-// therefore calls ptx::wait_for_previous(). Below compute capability 9.0 it starts like any other.
-// Each group of `cluster` consecutive blocks forms a cluster.
+// therefore calls ptx::wait_for_previous(). It starts like any other with ATTENTION_NO_EARLY_LAUNCHES,
+// and where is_for_hopper() is false. Each group of `cluster` consecutive blocks forms a cluster.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
                          size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
   cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), smem_bytes);
-  int device = 0, major = 0;
+  int device = 0;
   if (error == cudaSuccess) error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess && cluster > 1 && major < 9) error = cudaErrorNotSupported;
   if (error != cudaSuccess) return error;
+  const bool is_new = is_for_hopper(reinterpret_cast<const void*>(kernel), device);
+  if (cluster > 1 && !is_new) return cudaErrorNotSupported;
   cudaLaunchAttribute attributes[2] = {};
+#ifndef ATTENTION_NO_EARLY_LAUNCHES
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
+#endif
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = cluster;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
@@ -85,14 +101,15 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int cluster, 
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = major < 9 ? 0 : cluster == 1 ? 1 : 2;
+  config.numAttrs = !is_new ? 0 : cluster == 1 ? 1 : 2;
   error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) (void)cudaGetLastError();
   return error;
 }
 
 // Launches a kernel whose blocks, in clusters, all run at the same time and may wait for each other.
-// Fails if the device has no room for all of them.
+// Fails if there is no room for all of them: a device has fewer clusters than its multiprocessors
+// allow, and a process or a stream may have a part of the device.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_at_once(void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
                            size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
@@ -110,8 +127,14 @@ cudaError_t launch_at_once(void (*kernel)(Parameters...), dim3 grid, int cluster
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;
   config.attrs = attributes;
+  config.numAttrs = 1;
+  int clusters = 0;
+  error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (error == cudaSuccess && clusters * cluster < static_cast<int>(grid.x * grid.y * grid.z))
+    error = cudaErrorCooperativeLaunchTooLarge;
   config.numAttrs = 2;
-  error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  if (error == cudaSuccess)
+    error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) (void)cudaGetLastError();
   return error;
 }

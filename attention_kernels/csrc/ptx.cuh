@@ -39,7 +39,9 @@ inline __device__ void barrier_expect(Barrier* barrier, unsigned bytes) {
       "r"(bytes)
       : "memory");
 }
-// Returns whether the phase with this parity is complete; may wait briefly first.
+// Returns whether the phase with this parity is complete; may wait briefly first. It acquires at the
+// scope of the block, also where another block of the cluster has sent the bytes: at the cluster's
+// scope, sm_90's machine code would only discard L1 as well, and they are in shared memory.
 inline __device__ bool barrier_test(Barrier* barrier, unsigned parity) {
   unsigned complete;
   asm volatile(

@@ -16,20 +16,25 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from attention_kernels.inspection import stalls
 from attention_kernels.inspection.asynchronous import is_numbered
-from attention_kernels.inspection.multiprocessor import Issued, wavefront_kind
+from attention_kernels.inspection.blocks import STORES, WARP
+from attention_kernels.inspection.multiprocessor import SECTOR, WAVEFRONT, Issued, wavefront_kind
 from attention_kernels.inspection.predict import Case, LaunchModel, Prediction, sum_of, time_of
 from attention_kernels.inspection.resources import SHARED_UNIT, resident_blocks
+from attention_kernels.inspection.sass import Instruction
 
-_MOST = {"conflicts": 2, "results": 3, "barrier": 2}  # lines tried per cause
+_MOST = {"conflicts": 2, "sectors": 2, "results": 3, "barrier": 2}  # lines tried per cause
 _RESULTS = (stalls.LONG, stalls.SHORT)
 _REASONS = {  # stalls that have a cause
     "conflicts": (*_RESULTS, stalls.MIO, stalls.LG),
+    "sectors": (stalls.LONG, stalls.LG),
     "results": _RESULTS,
     "barrier": (stalls.BARRIER,),
 }
-_LEAST = 0.01  # share of the stalls, or of the wavefronts, from which a line is tried
+_LEAST = 0.01  # share of the stalls, wavefronts or L1 lines from which a line is tried
 
 
 class Place(NamedTuple):
@@ -54,7 +59,7 @@ class Advice:
     """What the call would gain without one cause of its stalls."""
 
     cause: str
-    """"conflicts", "results", "barrier", "tensor cores", "blocks" or "uneven"."""
+    """"conflicts", "sectors", "results", "barrier", "tensor cores", "blocks" or "uneven"."""
     line: int
     """The source line of the cause; 0 for the whole kernel."""
     share: float
@@ -92,7 +97,8 @@ class _Trial:
 
 def advise(call: Call, prediction: Prediction) -> list[Advice]:
     """Return what a call would gain without the largest causes, the largest gain first."""
-    trials = [*_conflicts(call), *_results(call), *_barriers(call), *_tensor(call), *_block(call)]
+    causes = (_conflicts, _sectors, _results, _barriers, _tensor, _block)
+    trials = [trial for tried in causes for trial in tried(call)]
     found = [
         dataclasses.replace(trial.advice, time_us=time)
         for trial, time in zip(trials, _times(call, trials), strict=True)
@@ -114,7 +120,9 @@ def _times(call: Call, trials: Sequence[_Trial]) -> list[float]:
     pool = ProcessPoolExecutor(workers, get_context("fork"), _calls.append, (call,))
     with warnings.catch_warnings(), pool:
         warnings.simplefilter("ignore", DeprecationWarning)
-        return [*pool.map(_time, trials)]
+        times = pool.map(_time, trials)
+        bar = tqdm(times, "what it would gain", len(trials), unit="", disable=None, leave=False)
+        return [*bar]
 
 
 _calls: list[Call] = []  # the last one is that of the worker process
@@ -155,6 +163,31 @@ def _conflicts(call: Call) -> Iterator[_Trial]:
     if len(extra) > 1 and extra.total() - max(extra.values()) > limit:
         advice = Advice("conflicts", 0, 0.0, "", "without any bank conflict", "", 0.0)
         yield _Trial(advice, [frozenset(model.line.fewest) for _, model in call.models])
+
+
+def _sectors(call: Call) -> Iterator[_Trial]:
+    """Yield the lines with the most L1 cache lines that only scattered addresses make necessary."""
+    total = 0
+    found: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by line of the source
+    for (count, model), of in zip(call.models, call.lines, strict=True):
+        for work in model.line.works:
+            for at, _, lines, _ in (one for warp in work.warps for one in warp):
+                total += count * lines
+                fewest = _fewest_lines(model.code[at])
+                if lines > fewest:
+                    found[of[at]].update(requests=count, fewest=count * fewest, lines=count * lines)
+    extra = {line: counts["lines"] - counts["fewest"] for line, counts in found.items()}
+    for line in sorted(extra, key=lambda line: -extra[line])[: _MOST["sectors"]]:
+        if extra[line] > _LEAST * total:
+            each = {name: n / found[line]["requests"] for name, n in found[line].items()}
+            request = f"a request touches {each['lines']:.3g} lines of 128 bytes"
+            request += f", {each['fewest']:.3g} would do"
+            yield _trial(call, "sectors", line, f"if it coalesced ({request})")
+
+
+def _fewest_lines(one: Instruction) -> int:
+    """Return the L1 cache lines that a request needs if its lanes are next to each other."""
+    return max(1, WARP * one.size // WAVEFRONT)
 
 
 def _results(call: Call) -> Iterator[_Trial]:
@@ -254,8 +287,9 @@ def changed(model: LaunchModel, cause: str, chosen: frozenset[int]) -> LaunchMod
         return model
     if cause == "blocks":
         return dataclasses.replace(model, fits=model.fits + 1)
-    if cause == "conflicts":
-        return _without_conflicts(model, chosen)
+    if cause in ("conflicts", "sectors"):
+        least = _without_conflicts if cause == "conflicts" else _coalesced
+        return _with_less(model, chosen, least)
     code = [*model.code]
     for at in chosen:
         one = code[at]
@@ -269,23 +303,43 @@ def changed(model: LaunchModel, cause: str, chosen: frozenset[int]) -> LaunchMod
     return found if cause == "barrier" else _with_copies_in_l1(found, chosen)
 
 
-def _without_conflicts(model: LaunchModel, chosen: frozenset[int]) -> LaunchModel:
-    """Return a launch whose requests need as few wavefronts as their bytes allow."""
+def _without_conflicts(one: Issued, model: LaunchModel) -> Issued:
+    """Return a request that needs as few wavefronts as its bytes allow."""
+    at, wavefronts, lines, misses = one
+    return at, min(wavefronts, model.line.fewest[at]), lines, misses
+
+
+def _coalesced(one: Issued, model: LaunchModel) -> Issued:
+    """Return a request whose lanes are next to each other.
+
+    All sectors that a block loads still come from L2, because other requests use the rest of them.
+    """
+    at, wavefronts, lines, misses = one
+    code = model.code[at]
+    if code.base in STORES:
+        misses = min(misses, max(1, WARP * code.size // SECTOR))
+    return at, wavefronts, min(lines, _fewest_lines(code)), misses
+
+
+def _with_less(
+    model: LaunchModel, chosen: frozenset[int], least: Callable[[Issued, LaunchModel], Issued]
+) -> LaunchModel:
+    """Return a launch in which some requests need less."""
     before: Counter[str] = Counter()
     after: Counter[str] = Counter()
 
-    def least(one: Issued) -> Issued:
-        at, wavefronts, lines, misses = one
-        fewest = min(wavefronts, model.line.fewest[at]) if at in chosen else wavefronts
-        kind = wavefront_kind(model.code[at])
-        before[kind] += wavefronts
-        after[kind] += fewest
-        return at, fewest, lines, misses
+    def change(one: Issued) -> Issued:
+        found = least(one, model) if one[0] in chosen else one
+        kinds = wavefront_kind(model.code[one[0]]), "lines", "misses"
+        for kind, old, new in zip(kinds, one[1:], found[1:], strict=True):
+            before[kind] += old
+            after[kind] += new
+        return found
 
-    found = _with_work(model, least)
+    found = _with_work(model, change)
     total = defaultdict(float, model.total)
-    for kind, wavefronts in before.items():
-        total[kind] *= after[kind] / max(1, wavefronts)
+    for kind, count in before.items():
+        total[kind] *= after[kind] / max(1, count)
     return dataclasses.replace(found, total=total)
 
 

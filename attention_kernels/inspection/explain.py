@@ -6,12 +6,15 @@ calls it. advice.py simulates the call again without one cause at a time.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from tqdm import tqdm
 
 from attention_kernels.inspection import line_table, predict
 from attention_kernels.inspection.advice import Advice, Call, Place, advise
@@ -80,20 +83,28 @@ class Explanation:
     """Warp-cycles in which a warp issues, as a share of all: those and the stalls."""
     lines: list[LineStalls]
     """Lines with stalls, the worst first."""
-    advice: list[Advice]
-    """What the call would gain without one cause, the largest gain first."""
+    advise: Callable[[], list[Advice]]
+    """Simulates the call without one cause at a time, which takes as long as all the rest."""
     code: list[KernelCode]
     text: list[str]
     """The lines of the source file, after an empty line 0."""
+
+    @functools.cached_property
+    def advice(self) -> list[Advice]:
+        """What the call would gain without one cause, the largest gain first."""
+        return self.advise()
 
 
 def explain(version: VersionHeader, gpu: GpuModel, case: Case) -> Explanation:
     """Predict one call of a version and explain it; raises the errors of predict()."""
     version = predict.checked(version, gpu, [case])
-    with tempfile.TemporaryDirectory() as folder:
+    bar = tqdm(total=2, desc="compiling", unit="", disable=None, leave=False)
+    with bar, tempfile.TemporaryDirectory() as folder:
         # The line table leaves the code as it is: test_explain.py compares them.
         program = compile_program(version, gpu, Path(folder), "-lineinfo")
         table = _line_table(program, Path(folder) / "kernel.cubin")
+        bar.set_description("executing blocks")
+        bar.update()
         models = predict.models_of(program, case)
     frames = {
         symbol: line_table.own_lines(instructions, program.path)
@@ -122,7 +133,10 @@ def _explained(
 ) -> Explanation:
     each = []
     watches = [Watch() for _ in models]
-    for (count, model), watch in zip(models, watches, strict=True):
+    pairs = zip(models, watches, strict=True)
+    for (count, model), watch in tqdm(
+        pairs, "simulating", len(models), unit="", disable=None, leave=False
+    ):
         each.append((count, predict.time_of(model, watch)))
         symbol = model.launch.symbol
         waits = [
@@ -143,7 +157,7 @@ def _explained(
         _by_reason(shares),
         1 - total / (sum(place.share for place in places) or 1.0),
         _lines(text, models, shares, frames),
-        advise(Call(case, models, lines, shares), prediction),
+        functools.partial(advise, Call(case, models, lines, shares), prediction),
         [
             KernelCode(model.launch.kernel, [one.base for one in model.code], of)
             for (_, model), of in zip(models, lines, strict=True)

@@ -7,6 +7,7 @@ compute-sanitizer looks for invalid accesses (memcheck) and races in shared memo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 
 from attention_kernels import child, ladder
-from attention_kernels.errors import UnavailableBackendError, UnsupportedError
-from attention_kernels.judge.conformance import Case, DecodeCase
+from attention_kernels.errors import AttentionError, UnavailableBackendError, UnsupportedError
+from attention_kernels.judge.conformance import Case, DecodeCase, describe_error, race_checks
+from attention_kernels.judge.driver import run_check
+from attention_kernels.judge.worker import open_runner
 from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec
 
@@ -38,9 +41,11 @@ SHAPES = (
     (130, 64, 1, 1, True),
 )
 ORDERS = ("reverse", "shuffle:1")
+ORDER = "the order of its blocks or threads changes the output"
 _PR_SET_PDEATHSIG = 1
 _EXIT = 77  # exit status of compute-sanitizer if it found a fault
-_FAULT = "=+ (Error|Invalid|War|Barrier)"  # how its lines of faults begin
+# Its lines of the first fault; those of a race go on with "and", the other access and its line.
+_FAULT = r"^=+ (?:Error|Invalid|War|Barrier).*(?:\n=+ +and .*)?"
 _MAIN = ("-m", "attention_kernels.inspection.sanitize")
 _UNAVAILABLE = 78  # exit status of main() if a backend cannot be built; the last line says why
 
@@ -100,12 +105,28 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
         raise UnavailableBackendError(name, _last_words(done))
     found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.err)
     if not found:
-        return [_last_words(done)]
+        words = _last_words(done)
+        races = [race for what in whats for race in _races(what)] if ORDER in words else []
+        return [*races, words]
     # Only the frames of the access: those of an allocation may follow.
     report = re.split(r"\n\n", done.err[found.end() :])[0]
     frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
     lines = (compilers.source_line(*frame) for frame in frames)
     return [f"{found[1]} at {next(filter(None, lines), 'an unknown line')}"]
+
+
+def _races(what: str) -> Iterator[str]:
+    """Yield the first race in shared memory that the emulator finds, with both of its lines."""
+    with contextlib.closing(open_runner(what, "cpu", races=True)) as runner:
+        dtypes = [getattr(torch, name) for name in runner.spec.dtypes]
+        for check, steps in race_checks(runner, dtypes, seed=0):
+            try:
+                run_check(runner, steps())
+            except UnsupportedError:  # too much shared memory for this device
+                continue
+            except AttentionError as error:
+                yield f"{check}: {describe_error(error)}"
+                return
 
 
 def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0) -> list[str]:
@@ -126,8 +147,8 @@ def faults_on_gpu(tool: str, arguments: Sequence[str], timeout_s: float) -> list
     summary = "RACECHECK SUMMARY: 0 hazards" if races else "ERROR SUMMARY: 0 errors"
     if done.status == 0 and summary in done.out:
         return []
-    faults = [line for line in done.out.splitlines() if re.match(_FAULT, line)]
-    what = faults[0].lstrip("= ") if faults else _last_words(done)
+    fault = re.search(_FAULT, done.out, re.M)
+    what = re.sub(r"\n=+ +", " ", fault[0]).lstrip("= ") if fault else _last_words(done)
     return [f"{tool}: {what}"]
 
 
@@ -181,8 +202,7 @@ def _run(spec: BackendSpec, device: str) -> None:
         for order in ORDERS if device == "cpu" else ():
             os.environ["ATTENTION_EMULATOR_ORDER"] = order
             if not torch.equal(_call(spec, case, inputs), expected):
-                what = "the order of its blocks or threads changes the output"
-                sys.exit(f"{spec.name}: {case}: {what}")
+                sys.exit(f"{spec.name}: {case}: {ORDER}")
             del os.environ["ATTENTION_EMULATOR_ORDER"]
     if device == "cuda":
         torch.cuda.synchronize()

@@ -208,6 +208,8 @@ class Report:
     """The failed checks, in the order in which they ran."""
     refusals: list[str] = field(default_factory=list)
     """The cases that the backend refuses, with its reasons."""
+    tried: list[tuple[Case | DecodeCase, bool]] = field(default_factory=list)
+    """The cases that ran, and whether each passed."""
     worst: tuple[Case | DecodeCase, Verdict] | None = None
     """The case nearest to its budget, or farthest over it."""
 
@@ -233,6 +235,7 @@ class Report:
         if isinstance(what, str):
             return
         self.cases += 1
+        self.tried.append((what, not why))
         nearest = self.worst[1].nearness if self.worst else -1.0
         if isinstance(found, Verdict) and found.nearness > nearest:
             self.worst = what, found
@@ -277,10 +280,10 @@ def checks_of(
         for case in suite(runner, dtypes, seed, quick=quick)
     ]
     found[CHEAP:CHEAP] = _more_checks(runner, dtypes[0], seed)
-    if runner.is_emulated and runner.spec.version is not None:
-        found[:0] = race_checks(runner, dtypes, seed)
     if runner.has_attention:
         found[:0] = _future_checks(runner, dtypes, seed)
+    if runner.is_emulated and runner.spec.version is not None:
+        found[:0] = race_checks(runner, dtypes, seed)  # first: a race explains what others find
     return found
 
 

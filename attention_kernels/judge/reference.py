@@ -152,11 +152,19 @@ class Verdict:
         """Return the errors with their budgets, and the place of a failure."""
         if self.fault:
             return self.fault
-        errors = f"error {self.error:.2e}, budget {self.budget:.2e}"
-        rows = f"by row {self.row_error:.2e}, budget {self.row_budget:.2e}"
-        columns = f"by column {self.column_error:.2e}, budget {self.column_budget:.2e}"
         where = f"; {self.where}" if self.where else ""
-        return f"{errors}; {rows}; {columns}{where}"
+        if self.error == math.inf:
+            return f"the output is not finite{where}"
+        if not math.isfinite(self.budget):
+            return f"there is no budget, because plain PyTorch's output is not finite{where}"
+        errors = (
+            ("error", self.error, self.budget),
+            ("by row", self.row_error, self.row_budget),
+            ("by column", self.column_error, self.column_budget),
+        )
+        judged = (one for one in errors if one[2] < math.inf)  # not by rows of too few numbers
+        texts = (f"{rule} {error:.2e}, budget {budget:.2e}" for rule, error, budget in judged)
+        return "; ".join(texts) + where
 
 
 @dataclass(frozen=True)

@@ -227,12 +227,12 @@ class Runner:
 class Worker(Runner):
     """A backend in a process of its own: a name, or a version file of no ladder.
 
-    device: "cuda", "cpu", or "" for cuda if the backend runs there, else cpu. timeout_s: the limit
-    of a request in seconds. races: build what finds races at once, for an emulated version, and
-    not when it is first called. meanwhile: called with this Worker while the process loads a
-    version file, until has_answered(). Raises UnavailableBackendError if the backend cannot be
-    built or loaded, EndedError if loading it ends the process, UnknownBackendError, HeaderError or
-    ArgumentError.
+    device: "cuda", the current CUDA device, "cpu", or "" for cuda if the backend runs there, else
+    cpu. timeout_s: the limit of a request in seconds. races: build what finds races at once, for
+    an emulated version, and not when it is first called. meanwhile: called with this Worker while
+    the process loads a version file, until has_answered(). Raises UnavailableBackendError if the
+    backend cannot be built or loaded, EndedError if loading it ends the process,
+    UnknownBackendError, HeaderError or ArgumentError.
     """
 
     def __init__(
@@ -249,7 +249,9 @@ class Worker(Runner):
         known = _known(what)
         memory = shared_memory(), shared_memory()
         self._given, self._taken = map(Block, memory)
-        self._process = Process(_serve, memory, what, device, races)
+        has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_device() if has_started else 0
+        self._process = Process(_serve, memory, what, device, current, races)
         try:
             if known and known.version:
                 self.spec, self.device = known, device or registry.preferred_device(known)
@@ -386,6 +388,7 @@ def _serve(
     taken: int,
     what: str,
     device: str,
+    current: int,
     races: bool,
 ) -> None:
     """Load a backend and answer requests until the judge ends this process."""
@@ -398,6 +401,8 @@ def _serve(
         # A plug-in is imported to find its own backends only, not where it could slow others.
         spec = _known(what) or ladder.resolve(what)
         device = device or registry.preferred_device(spec)
+        if device == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(current)
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
         caller = Caller(spec, device, Block(given), Block(taken), tell)

@@ -14,17 +14,24 @@ from attention_kernels.errors import AttentionError
 from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PRECISIONS
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
-FIELDS = ("Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect")
-# Optional fields and their defaults. From precedes Change; the others follow Layout.
-OPTIONAL = {
+# The fields in the order of a ladder's files, and their defaults: no file needs any of them.
+FIELDS = {
     "From": "",
+    "Change": "",
+    "Why": "",
+    "Cost": "",
+    "Tile": "",
+    "Layout": "contiguous",
     "Role": "attention",
     "Takes": "float32",
     "Needs": "",
     "Precision": "",
     "Error": "1x: as its precision class",
+    "Flags": "(none)",
+    "Expect": "",
 }
 LAYOUTS = ("contiguous", "strided")
+FIELD = re.compile(rf"//\s*({'|'.join(FIELDS)}):(.*)")
 ROLES = ("attention", "decode", "struct")
 HEAD_DIMS = (32, 64, 128)
 _DTYPE = "(?:float16|bfloat16|float32|float64)"
@@ -37,8 +44,8 @@ TAKES = re.compile(
 NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9])(a?))?")
 # The multiple of its precision class's budget that a version needs, and why.
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
-# The version that it changes, if that is not the one before it in the ladder.
-START = re.compile(r"(?:v\d+)?")
+# Characters in a file's name for which nvcc fails, or runs the name in a shell.
+UNSAFE = re.compile(r"""["$,`\x00-\x1f]""")
 
 
 class HeaderError(AttentionError, ValueError):
@@ -52,7 +59,7 @@ class VersionHeader:
     path: Path
     number: int
     name: str
-    """The version's namespace, e.g. "v07"."""
+    """The part of the file's name before the first "_", e.g. "v07"; "kernel" without a number."""
     op: str
     """The op in torch.ops.attention_kernels; for several dtypes, the common prefix of their ops."""
     label: str
@@ -168,12 +175,11 @@ def _chain(version: VersionHeader, by_name: Mapping[str, VersionHeader]) -> list
 
 
 def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
-    """Read the header of a version file.
+    """Read the header of a version file; what it does not say has the default of FIELDS.
 
-    Its first line is `// v07 - what changed`; the fields of FIELDS follow in order, each on one or
-    more lines. `From:   v05` may precede Change. Layout may be followed by `Role: decode`, then
-    `Takes:  float16, head_dim 32 64`, `Takes:  float32 bfloat16` or `Takes:  float32, on the CPU`,
-    then `Needs:  sm_80` or `Needs:  sm_90a`, `Precision: 3xtf32` and `Error:  2x: why`. Raises
+    Its first line is `// v07 - what changed`; the fields follow, each on one line and further ones
+    that are indented, such as `Takes:  float16, head_dim 32 64`, `Takes:  float32 bfloat16`,
+    `Takes:  float32, on the CPU`, `Needs:  sm_80`, `Needs:  sm_90a` or `Error:  2x: why`. Raises
     HeaderError with the file and what is wrong with it.
     """
     try:
@@ -183,25 +189,22 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
 
 
 def _parse(path: Path, op_prefix: str) -> VersionHeader:
-    named = re.fullmatch(r"(v\d+)_\w+\.cu", path.name)
-    if not named:
-        new = path.with_name(f"v01_{re.sub(r'[^A-Za-z0-9]+', '_', path.stem)}.cu")
-        rename = shlex.join(["mv", str(path), str(new)])
-        raise HeaderError(f"a version file is named v<number>_<what>.cu: {rename}")
-    text = path.read_text(encoding="utf-8", errors="replace")
-    comment = itertools.takewhile(lambda line: line.startswith("//"), text.splitlines())
-    first, *lines = [line[2:].strip() for line in comment] or [""]
-    title = re.fullmatch(rf"{named[1]} - (\S.*)", first)
-    if not title:
-        raise HeaderError(f"the first line must be `// {named[1]} - <what changed>`")
-    values = OPTIONAL | _fields(lines)
+    if UNSAFE.search(path.name):
+        rename = shlex.join(["mv", str(path), str(path.with_name(UNSAFE.sub("_", path.name)))])
+        raise HeaderError(f"nvcc does not take its name: {rename}")
+    numbered = re.match(r"v(\d+)_", path.name)
+    name = f"v{numbered[1]}" if numbered else "kernel"
+    text = path.read_text(encoding="utf-8", errors="replace").lstrip("\ufeff \t\r\n")
+    lines = [*itertools.takewhile(lambda line: line.startswith("//"), text.splitlines())]
+    values = _fields(lines)
+    first = lines[0] if lines and not FIELD.match(lines[0]) else ""
+    title = re.sub(r"^//\s*(v\d+ - )?", "", first).strip() or path.stem
 
     def match(field: str, pattern: re.Pattern[str], example: str) -> re.Match[str]:
         if found := pattern.fullmatch(values.pop(field)):
             return found
         raise HeaderError(f"{field} must look like {example}")
 
-    start = match("From", START, "`v12`")[0]
     takes = match("Takes", TAKES, "`float16, head_dim 32 64`")
     needs = match("Needs", NEEDS, "`sm_80`")
     slack = match("Error", ERROR, f"`2x: rounds O in every tile`, at most {MOST_ERROR_SLACK:.0f}x")
@@ -214,14 +217,18 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         split = () if flags == "(none)" else tuple(shlex.split(flags))
     except ValueError as error:
         raise HeaderError(f"Flags: {error}") from error
+    start = values.pop("From") or None
     prose = {name.lower(): value for name, value in values.items()}
-    op = op_prefix + named[1]
-    names = {"name": named[1], "op": op, "label": op, "title": title[1]}
+    op = op_prefix + name
     return VersionHeader(
         path.absolute(),
-        version_number(path),
+        int(numbered[1]) if numbered else 1,
+        name,
+        op,
+        label=op,
+        title=title,
         flags=split,
-        start=start or None,
+        start=start,
         dtypes=tuple(dict.fromkeys(takes[1].split())),
         head_dims=tuple(map(int, takes[2].split())) if takes[2] else HEAD_DIMS,
         is_host=takes[3] is not None,
@@ -229,33 +236,28 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         needs_exactly=needs[3] == "a",
         precision=precision or None,
         error_slack=float(slack[1]),
-        **names,
         **prose,
     )
 
 
 def _fields(lines: Iterable[str]) -> dict[str, str]:
-    """Return the fields of a header; raises HeaderError if a field is missing or wrong."""
-    values: dict[str, str] = {}
+    """Return the fields of a header, given its lines; raises HeaderError if one is wrong."""
+    said: dict[str, str] = {}
     field = None
     for line in lines:
-        if start := re.match(rf"({'|'.join((*FIELDS, *OPTIONAL))}):\s*(.*)", line):
-            field = start[1]
-            if field in values:
-                raise HeaderError(f"the header has {field} twice")
-            values[field] = start[2]
-        elif field:
-            values[field] = f"{values[field]} {line}".strip()
-    if missing := [name for name in dict.fromkeys((*FIELDS, *values)) if not values.get(name)]:
-        raise HeaderError(f"the header lacks {', '.join(missing)}")
-    from_field, *others = OPTIONAL
-    ordered = (from_field, *FIELDS[:5], *others, *FIELDS[5:])
-    if list(values) != [name for name in ordered if name in values]:
-        raise HeaderError(f"the header must be in the order {', '.join(ordered)}")
+        if start := FIELD.match(line):
+            field, text = start.groups()
+        elif not (text := line[2:]).startswith(("  ", "\t")):
+            field = None  # prose
+        if field:
+            said[field] = f"{said.get(field, '')} {text.strip()}".strip()
+    values = FIELDS | {field: text for field, text in said.items() if text}
+    if (role := values["Role"]) not in ROLES:
+        raise HeaderError(f"Role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {role!r}")
+    if role == "decode" and not said.get("Layout"):
+        values["Layout"] = "strided"
     if values["Layout"] not in LAYOUTS:
         raise HeaderError(f"Layout must be {' or '.join(LAYOUTS)}, not {values['Layout']!r}")
-    if (role := values.get("Role", "attention")) not in ROLES:
-        raise HeaderError(f"Role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {role!r}")
     if role == "decode" and values["Layout"] != "strided":
         raise HeaderError("a decode kernel reads the cache in place: Layout must be strided")
     return values

@@ -10,7 +10,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from attention_kernels.ladder import build
+from attention_kernels.ladder import build, compilers
 from attention_kernels.ladder.compilers import FLAGS, macros
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
@@ -23,13 +23,13 @@ CUDA_RUNTIME = "libcudart.so.13"
 def find(version: VersionHeader, device_type: str = "cuda") -> Path | None:
     """Return a version's prebuilt library, or None if the version has to be compiled.
 
-    That is the case if its sources have changed, if the environment adds compiler flags, or if
-    torch uses another CUDA runtime than CUDA_RUNTIME.
+    That is the case if its sources have changed, if the environment adds compiler flags, if torch
+    uses another CUDA runtime than CUDA_RUNTIME, or if no GPU here runs code for ARCHITECTURES.
     """
     if device_type != "cuda" or not FOLDER.is_dir() or any(map(os.environ.get, FLAGS)):
         return None
     library = FOLDER / library_name(version)
-    return library if library.exists() and _has_runtime() else None
+    return library if library.exists() and _has_runtime() and _has_code() else None
 
 
 def library_name(version: VersionHeader) -> str:
@@ -37,6 +37,16 @@ def library_name(version: VersionHeader) -> str:
     csrc = csrc_of(version)
     contents = build.digests([version.path, csrc / "binding.cpp"], csrc, []).values()
     return f"{build.digest_name(version.op, macros(version), version.flags, sorted(contents))}.so"
+
+
+def _has_code() -> bool:
+    """Return whether a GPU of this machine runs code for ARCHITECTURES; true without any."""
+    archs = [divmod(int(arch), 10) for arch in ARCHITECTURES.split(",") if arch.isdigit()]
+    gpus = compilers.capabilities()
+    return not gpus or any(
+        (major, minor) >= max(archs) or any(major == x and minor >= y for x, y in archs)
+        for major, minor in gpus
+    )
 
 
 def _has_runtime() -> bool:

@@ -179,7 +179,7 @@ def _text_and_peak(
     """Return a text and the peak device memory while it was generated, weights included."""
     if model.device.type != "cuda":
         return call(), []
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(model.device)
     model.release()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)

@@ -79,7 +79,7 @@ def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, flo
 
     def wait() -> None:
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
 
     wait()
     started = time.perf_counter()

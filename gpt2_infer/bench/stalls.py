@@ -90,16 +90,6 @@ class Stalls(msgspec.Struct, frozen=True):
         """Return the part of the predicted time that warps spend in a share of the stalls."""
         return share * (1 - self.issuing) * self.time_us
 
-    @property
-    def times_us(self) -> dict[str, float]:
-        """The predicted time, and its parts: issuing, and each reason of a stall."""
-        reasons = {reason: self.us(share) for reason, share in self.reasons.items()}
-        return {
-            "predicted time": self.time_us,
-            "issuing": self.issuing * self.time_us,
-            **reasons,
-        }
-
 
 def stalls_of(one: Explanation) -> Stalls:
     """Return the part of an explanation that is recorded."""

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from gpt2_infer import __version__
 from gpt2_infer.cli import console
-from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, Parser
+from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, Parser, see_only
 
 __all__ = ["DEFAULT_PROMPT", "DTYPES", "Parser", "main"]
 
@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.show(end="")  # fails now, not after the work, if standard output is closed
         command, arguments = parse(sys.argv[1:] if argv is None else argv)
         debug = arguments.debug
+        if device := getattr(arguments, "device", None):
+            arguments.device = see_only(device)
         status: int = command.run(arguments)
         console.show(end="")
         return status

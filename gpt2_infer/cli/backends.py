@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from tabulate import tabulate
 
 from gpt2_infer.cli.console import show, show_json
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
+
+NAMES = "families, backends or version files, *.cu, to show in detail (default: list all in brief)"
+NOT_HERE = "not here"
 
 
 @dataclass(frozen=True)
@@ -36,56 +44,97 @@ class Backend:
     unavailable: dict[str, str | None]
     """Why it does not run here on "cuda" and on "cpu"; None: it does."""
 
+    @property
+    def state(self) -> str:
+        """The devices on which it runs here, in words."""
+        here = [
+            f"{device} (emulated)" if device in self.emulated_on else device
+            for device, reason in self.unavailable.items()
+            if reason is None
+        ]
+        return f"on {' and '.join(here)}" if here else NOT_HERE
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    parser.add_argument("names", nargs="*", metavar="WHAT", help=NAMES)
     parser.add_argument("--json", action="store_true", help="print a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    rows = find()
+    rows = find(arguments.names)
     if arguments.json:
         show_json([dataclasses.asdict(row) for row in rows])
-        return 0
-    width = max(len(row.name) for row in rows)
-    indent = " " * (width + 31)
-    family = None
-    for before, row in zip([None, *rows], rows, strict=False):
-        if row.family != family:
-            show(row.family if family is None else f"\n{row.family}")
-            family = row.family
-        here = [
-            f"{device} (emulated)" if device in row.emulated_on else device
-            for device, reason in row.unavailable.items()
-            if reason is None
-        ]
-        state = f"on {' and '.join(here)}" if here else "not here"
-        show(f"  {row.name:<{width}}  {state:<26} {row.summary}")
-        takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row.precisions.items())
-        dims = ", ".join(map(str, row.head_dims)) or "any"
-        is_next = row.predecessor in (None, before and before.name)
-        start = "" if is_next else f"; changes {row.predecessor}"
-        origin = "; its CUDA kernels are prebuilt" if row.prebuilt else ""
-        show(f"{indent}takes {takes}; head_dim {dims}{start}{origin}")
-        for choice in row.choices:
-            show(f"{indent}{choice}")
-        if not here:
-            reasons = dict.fromkeys(row.unavailable[device] or "" for device in row.devices)
-            show(f"{indent}{'; '.join(reasons)}")
+    elif arguments.names:
+        for row in rows:
+            _show_details(row)
+    else:
+        _show_list(rows)
     return 0
 
 
-def find() -> list[Backend]:
-    """Return every backend, by family."""
+def _show_list(rows: Sequence[Backend]) -> None:
+    """Print a line per backend; the numbered ones of a family share a line."""
+    groups: dict[tuple[str, str, str], list[Backend]] = {}
+    for row in rows:
+        stem = re.sub(r"(?<=_)\d+$", "", row.name)
+        groups.setdefault((row.family, stem, row.state), []).append(row)
+    table, before = [], ""
+    for (family, stem, state), group in groups.items():
+        name, what = group[0].name, group[0].summary
+        if len(group) > 1:
+            numbers = sorted(int(row.name.removeprefix(stem)) for row in group)
+            name, what = f"{stem}{_ranges(numbers)}", f"{len(group)} versions"
+        table.append(("" if family == before else family, name, state, what))
+        before = family
+    show(tabulate(table, tablefmt="plain", disable_numparse=True))
+    show("\n`gpt2-infer backends WHAT` has the details of a family or a backend.")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in words: "1 to 3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _show_details(row: Backend) -> None:
+    takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row.precisions.items())
+    dims = ", ".join(map(str, row.head_dims)) or "any"
+    start = f"; changes {row.predecessor}" if row.predecessor else ""
+    origin = "; its CUDA kernels are prebuilt" if row.prebuilt else ""
+    show(f"{row.name} ({row.family}), {row.state}: {row.summary}")
+    show(f"  takes {takes}; head_dim {dims}{start}{origin}")
+    for choice in row.choices:
+        show(f"  {choice}")
+    if row.state == NOT_HERE:
+        reasons = dict.fromkeys(row.unavailable[device] or "" for device in row.devices)
+        show(f"  {'; '.join(reasons)}")
+
+
+def find(names: Sequence[str] = ()) -> list[Backend]:
+    """Return every backend by family, or those of the names: families, backends, version files.
+
+    Raises the errors of ladder.resolve() for an unknown name.
+    """
     from attention_kernels import ladder, list_backends
 
+    specs = list_backends()
+    if names:
+        families = {name: [spec for spec in specs if spec.family == name] for name in names}
+        named = (families[name] or [ladder.resolve(name)] for name in names)
+        specs = [*dict.fromkeys(itertools.chain.from_iterable(named))]
     before = {
         name: start
         for family in ladder.families()
         for name, start in ladder.predecessors(ladder.versions(family)).items()
     }
-    return [_describe(spec, before.get(spec.name)) for spec in list_backends()]
+    return [_describe(spec, before.get(spec.name)) for spec in specs]
 
 
 def _describe(spec: BackendSpec, predecessor: str | None) -> Backend:

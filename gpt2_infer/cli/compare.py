@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, POSITIVE, ROUNDS, current_family
+from gpt2_infer.cli.options import (
+    DEFAULT_PROMPT,
+    DEVICE,
+    DTYPES,
+    POSITIVE,
+    ROUNDS,
+    current_family,
+    device_name,
+)
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -51,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--backends", nargs="+", metavar="NAME", help="backend names or version files, *.cu")
     add("--families", nargs="+", metavar="NAME", help="families, from `gpt2-infer backends`")
     add("--baseline", metavar="NAME", help="backend that ratios refer to (default: NAIVE_PYTORCH)")
-    add("--device", choices=("cuda", "cpu"), help="device (default: cuda if available, else cpu)")
+    add("--device", type=device_name, metavar="NAME", help=DEVICE)
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="dtypes (default: float32)")
     add("--batch-sizes", nargs="+", type=POSITIVE, metavar="N", help="batch sizes (default: 1)")
     add("--rounds", type=ROUNDS, help="timed rounds, after a warm-up round (default: 5)")

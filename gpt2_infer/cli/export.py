@@ -137,6 +137,6 @@ def _times(
         yield f"No time is predicted: {found}."
         return
     shape = f"N={found.seqlen} H=12 head_dim={head_dim}"
-    yield f"Predicted for {found.gpu}, {shape}: {found.time_us:.0f} us, most for {found.bound}."
+    yield f"Predicted for {found.gpu}, {shape}: {found.time_us:.0f} us, bound by {found.bound}."
     yield "That is a model of its machine code, not a measurement:"
     yield f"\n```\n{shlex.join(['gpt2-infer', 'predict', kernel, '--gpu', GPU])}\n```"

@@ -16,9 +16,13 @@ SHOWN = 10
 
 
 def to_json(one: Explanation) -> dict[str, Any]:
-    """Return every field but the prediction and the code."""
-    left_out = ("prediction", "code", "text")
-    return {key: value for key, value in dataclasses.asdict(one).items() if key not in left_out}
+    """Return the stalls, and what the call would gain without its largest causes."""
+    return {
+        "reasons": one.reasons,
+        "issuing": one.issuing,
+        "lines": [*map(dataclasses.asdict, one.lines)],
+        "advice": [*map(dataclasses.asdict, one.advice)],
+    }
 
 
 def format_lines(one: Explanation, width: int | None = None) -> str:

@@ -6,6 +6,7 @@ argparse, not click: click has no options with several values, as in --dtypes fl
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import threading
@@ -35,6 +36,7 @@ TOP_P = "total probability of the most likely tokens to sample from; 1 is all (d
 SEED_HELP = "seed of sampling, for prompt i SEED + i, and of random weights (default: 0)"
 MAX_NEW_TOKENS = "maximum number of new tokens per prompt (default: %(default)s)"
 STOP = "stop string, which ends the text before it; repeatable"
+DEVICE = "device: cuda, cuda:1 or the like, or cpu (default: cuda if available, else cpu)"
 PRODUCTS_HELP = (
     "how layers multiply float32 matrices of two rows or more on cuda: ieee-fp32, or 3xfp16, three "
     "products of float16 numbers on tensor cores, about as exact (default: %(default)s)"
@@ -62,6 +64,40 @@ def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
 POSITIVE = integer(1)
 ROUNDS = integer(2)  # one sample has no spread
 SEED = integer(0, 2**63 - 1)
+
+
+def device_name(text: str) -> str:
+    """Convert --device."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
+        raise argparse.ArgumentTypeError(
+            f"must be a device, cuda, cuda:1 or the like, or cpu, not {text[:40]!r}"
+        )
+    return text
+
+
+def see_only(device: str) -> str:
+    """Hide all GPUs except that of "cuda:1" from this process and those it starts; return "cuda".
+
+    So whatever takes the first or the current GPU takes that one, also in a worker. Raises
+    UnavailableDeviceError, also if CUDA has started in this process: it looks only once.
+    """
+    kind, _, index = device.partition(":")
+    if not index:
+        return kind
+    import torch
+
+    from gpt2_infer.errors import UnavailableDeviceError
+
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    visible = [*map(str, range(1000))] if before is None else before.split(",")
+    os.environ[name] = dict(enumerate(visible)).get(int(index), "")
+    has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if has_started or torch.cuda.device_count() != 1:
+        os.environ.pop(name)
+        os.environ |= {} if before is None else {name: before}
+        raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
+    return kind
 
 
 def seconds(text: str) -> float:
@@ -130,11 +166,7 @@ def add_model_options(parser: argparse._ActionsContainer, *, device: bool = True
     add("--revision", help="branch, tag or commit of a hub id")
     add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
     if device:
-        add(
-            "--device",
-            choices=("cuda", "cpu"),
-            help="device (default: cuda if available, else cpu)",
-        )
+        add("--device", type=device_name, metavar="NAME", help=DEVICE)
     add("--dtype", choices=DTYPES, default="float32", help="dtype (default: %(default)s)")
     add("--products", choices=PRODUCTS, default="ieee-fp32", help=PRODUCTS_HELP)
 

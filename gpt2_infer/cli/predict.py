@@ -26,7 +26,7 @@ GPU = "GPU: h200, h100, a100, t4 or rtx4090 (default: %(default)s)"
 SEQLENS = "sequence lengths in tokens (default: 1024)"
 RESULTS = "folder of measured results (default: results, if it exists)"
 LINES = "show which source lines stall, why, and what the kernel would gain if they did not"
-NO_RESULTS = ("no results", "")
+SHOWN_PARTS = 3  # --json has all
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +51,19 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = target_of(arguments)
     files = _read_results(arguments.results)
     kernels = _read_profile(arguments)
-    explained = wanted.explain(gpu) if arguments.lines or arguments.profile else []
+    explains = arguments.lines or arguments.profile is not None
+    if not arguments.json:
+        show(wanted.heading(gpu) + ("" if explains else "; microseconds\n"))
+    explained, compared = [], None
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for one in wanted.explain(gpu) if explains else ():
+        explained.append(one)
+        compared = nsight.compare(one, kernels) if arguments.profile else None
+        if not arguments.json:
+            show(f"\n{lines.format_lines(one, width)}\n")
+            show(lines.format_advice(one))
     found = [one.prediction for one in explained] or wanted.predict(gpu)
-    compared = nsight.compare(explained[0], kernels) if arguments.profile else None
     near = likely(files, on_tensor_cores=uses_tensor_cores(found[0].needs_us))
-    heading = wanted.heading(gpu)
     if arguments.json:
         more = [lines.to_json(one) for one in explained] or [{} for _ in found]
         listed = [
@@ -67,15 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         show_json(listed)
         return 0
     if not explained:
-        show(f"{heading}; microseconds\n")
         _show_table(arguments.gpu, wanted, found, files, near)
-        _show_assumed(found)
-        return 0
-    show(heading)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for one in explained:
-        show(f"\n{lines.format_lines(one, width)}\n\n{lines.format_advice(one)}")
-    if compared:
+    elif compared:
         show(f"\n{lines.format_comparison(found[0].version, compared, width)}")
     _show_assumed(found)
     return 0
@@ -114,19 +115,29 @@ def _show_table(
     from gpt2_infer.bench.prediction import find_gpu, timed_on, uses_tensor_cores
 
     timings = timed_on(find_gpu(gpu), files)
-    table = [("N", "predicted", "likely", "measured", "ratio", "bound", *_parts(found[0]))]
+    columns: dict[str, list[str]] = {
+        name: []
+        for name in ("N", "predicted", "likely", "measured", "ratio", "bound", "largest parts")
+    }
     for one in found:
         row = wanted.row(one.seqlen)
         measured = _measured(row, timings) if row else None
-        compared = (f"{measured:.1f}", f"{one.time_us / measured:.2f}") if measured else NO_RESULTS
-        times = [f"{value:.1f}" for value in _parts(one).values()]
-        bounds = _likely_us(one, near)
-        shown = "..".join(f"{us:.1f}" for us in bounds) if bounds else ""
-        table.append(
-            (str(one.seqlen or ""), f"{one.time_us:.1f}", shown, *compared, one.bound, *times)
-        )
-    align = ["right"] * 5 + ["left"] + ["right"] * (len(table[0]) - 6)
-    show(tabulate(table, tablefmt="plain", disable_numparse=True, colalign=align))
+        low_high = _likely_us(one, near)
+        largest = sorted(_parts(one).items(), key=lambda part: -part[1])[:SHOWN_PARTS]
+        for name, text in {
+            "N": str(one.seqlen or ""),
+            "predicted": f"{one.time_us:.1f}",
+            "likely": "..".join(f"{us:.1f}" for us in low_high or ()),
+            "measured": f"{measured:.1f}" if measured else "",
+            "ratio": f"{one.time_us / measured:.2f}" if measured else "",
+            "bound": one.bound,
+            "largest parts": ", ".join(f"{us:.1f} {name}" for name, us in largest if us >= 0.05),
+        }.items():
+            columns[name].append(text)
+    columns = {name: column for name, column in columns.items() if any(column)}
+    align = ["left" if name in ("bound", "largest parts") else "right" for name in columns]
+    cells = [[*columns], *zip(*columns.values(), strict=True)]
+    show(tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align))
     if near:
         kind = "on" if uses_tensor_cores(found[0].needs_us) else "without"
         show(
@@ -173,12 +184,12 @@ def _read_results(folder: Path | None) -> list[File]:
 
 
 def _parts(one: Prediction) -> dict[str, float]:
-    """Return the parts of the time by column heading: each resource, then the overheads."""
+    """Return the parts of the time by name: each resource, then the overheads."""
     return {
         **one.needs_us,
-        "+ waiting": one.waiting_us,
-        "+ uneven blocks": one.uneven_us,
-        "+ launch": one.launch_us,
+        "latency": one.waiting_us,
+        "uneven blocks": one.uneven_us,
+        "launch": one.launch_us,
     }
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gpt2_infer.cli.console import show, show_json
+from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.kernels import usual_head_dim, versions_of
 from gpt2_infer.cli.options import HEAD_DIM, POSITIVE, PROFILE, SEQLEN, TIMEOUT, seconds
 from gpt2_infer.errors import RequestError
+
+if TYPE_CHECKING:
+    from attention_kernels.judge.conformance import Report
+    from attention_kernels.ladder.header import VersionHeader
 
 NAMES = "backend names, version files, *.cu, or results files, *.json"
 
@@ -55,19 +61,51 @@ def run(arguments: argparse.Namespace) -> int:
         from gpt2_infer.bench.stalls import read_report
     except ModuleNotFoundError as error:
         raise RequestError(f"{error.name} is missing: install gpt2-infer[report]") from error
+    profiled = read_report(arguments.profile) if arguments.profile else ()
+    verdicts = dict(_verdicts(own, arguments)) if own else {}
     page = make_page(
         versions,
         files,
         shape,
         gpu=gpu,
         predict=own,
-        profiled=read_report(arguments.profile) if arguments.profile else (),
+        profiled=profiled,
+        verdicts=verdicts,
         timeout_s=arguments.timeout,
     )
     arguments.out.write_text(page, "utf-8")
     size = arguments.out.stat().st_size
+    failed = [k for k, found in verdicts.items() if not (isinstance(found, str) or found.passed)]
     if arguments.json:
-        show_json({"out": str(arguments.out), "bytes": size})
+        show_json({"out": str(arguments.out), "bytes": size, "failed": failed})
     else:
         show(f"wrote {arguments.out}, {size / 1024:.0f} KiB")
-    return 0
+    return EXIT_FAILED if failed else 0
+
+
+def _verdicts(
+    versions: Mapping[str, VersionHeader], arguments: argparse.Namespace
+) -> Iterator[tuple[str, Report | str]]:
+    """Yield what the first checks of `verify` find on the CPU, or why they cannot run there."""
+    from attention_kernels import UnavailableBackendError, UnsupportedError, registry
+    from gpt2_infer.cli.verify import start_server
+
+    whats = {
+        name: name if registry.registered(name) else str(version.path)
+        for name, version in versions.items()
+    }
+    start_server(next(iter(whats.values())), "cpu")
+    from attention_kernels.judge import conformance
+
+    for name, what in whats.items():
+        try:
+            found = conformance.verify(
+                what, "cpu", quick=True, progress=True, timeout_s=arguments.timeout
+            )
+        except (UnavailableBackendError, UnsupportedError) as error:
+            yield name, str(error)
+            continue
+        if not arguments.json:
+            failures = f"FAILED: {len(found.failures)} of " if found.failures else "passed "
+            show(f"{name}: {failures}{found.checks} checks")
+        yield name, found

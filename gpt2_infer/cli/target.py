@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -61,8 +61,8 @@ class Target(Protocol):
     def predict(self, gpu: GpuModel) -> list[Prediction]:
         """Return a prediction per length."""
 
-    def explain(self, gpu: GpuModel) -> list[Explanation]:
-        """Return an explained prediction per length."""
+    def explain(self, gpu: GpuModel) -> Iterator[Explanation]:
+        """Yield an explained prediction per length."""
 
     def row(self, seqlen: int) -> Row | None:
         """Return the row of a prediction without samples, which finds its measurement."""
@@ -143,9 +143,9 @@ class OfCalls:
         """Return a prediction per length."""
         return self._predictor.predict(gpu, self._cases)
 
-    def explain(self, gpu: GpuModel) -> list[Explanation]:
-        """Return an explained prediction per length."""
-        return [self._predictor.explain(gpu, case) for case in self._cases]
+    def explain(self, gpu: GpuModel) -> Iterator[Explanation]:
+        """Yield an explained prediction per length."""
+        return (self._predictor.explain(gpu, case) for case in self._cases)
 
     def row(self, seqlen: int) -> Row:
         """Return the row of a prediction without samples."""
@@ -205,11 +205,11 @@ class OfKernel:
 
         return [binary.predict_kernel(self.request, gpu, self._reader)]
 
-    def explain(self, gpu: GpuModel) -> list[Explanation]:
-        """Return one explained prediction."""
+    def explain(self, gpu: GpuModel) -> Iterator[Explanation]:
+        """Yield one explained prediction."""
         from attention_kernels.inspection import binary
 
-        return [binary.explain_kernel(self.request, gpu, self._reader)]
+        yield binary.explain_kernel(self.request, gpu, self._reader)
 
     def row(self, seqlen: int) -> None:
         """Return None: a launch is not in the results."""

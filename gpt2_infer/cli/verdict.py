@@ -86,6 +86,8 @@ class Findings:
     failures: list[Failure] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     """The cases that the backend refuses, with its reasons; they do not count as failures."""
+    pattern: str = ""
+    """What all failed cases of the suite have in common, unless it may be chance."""
     worst: Worst | None = None
     nvcc: str = ""
     """For a version that passed in the emulator: what nvcc says."""
@@ -191,6 +193,8 @@ def _sanitized(name: str, device: str | None) -> Findings | None:
 
 
 def _findings(report: Report, *, sanitized: bool) -> Findings:
+    from attention_kernels.judge.pattern import pattern
+
     spec = report.spec
     return Findings(
         spec.name,
@@ -209,6 +213,7 @@ def _findings(report: Report, *, sanitized: bool) -> Findings:
         budget_rule=_rule(spec, report.worst[0]) if report.worst else "",
         failures=[Failure("suite", failure.what, failure.why) for failure in report.failures],
         refusals=report.refusals,
+        pattern=pattern(report.tried),
         worst=_worst(*report.worst) if report.worst else None,
         passed=report.passed,
     )

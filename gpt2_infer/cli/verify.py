@@ -7,18 +7,20 @@ import dataclasses
 import os
 import re
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attention_kernels.child import hide
-from attention_kernels.ladder import ahead
+from attention_kernels.ladder import ahead, header
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
-from gpt2_infer.cli.options import DTYPES, SEED, seconds
+from gpt2_infer.cli.options import DTYPES, SEED, device_name, seconds
 
 if TYPE_CHECKING:
     from attention_kernels.judge import conformance
     from gpt2_infer.cli.verdict import Failure, Findings, Verdicts
 
 SHOWN_FAILURES = 5
+DEVICE = "cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else cpu)"
 SANITIZE = (
     "also look for bad accesses and races: with AddressSanitizer in the emulator, with "
     "compute-sanitizer on a GPU"
@@ -31,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add("name", metavar="BACKEND", help="backend name or version file, *.cu, of no ladder")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda if it runs there, else cpu")
+    add("--device", type=device_name, metavar="NAME", help=DEVICE)
     add("--dtypes", nargs="+", choices=(*DTYPES, "float64"), help="default: all")
     add("--seed", type=SEED, help="seed of the inputs (default: drawn)")
     add(
@@ -82,6 +84,7 @@ def start_server(name: str, device: str) -> None:
     """
     hide()
     if name.endswith(".cu"):
+        header.of_file(Path(name))  # what is wrong with it is told before torch is imported
         os.environ[ahead.VARIABLE] = f"{device}:{name}"
     forkserver.set_forkserver_preload(["attention_kernels.judge.server"])
     forkserver.ensure_running()
@@ -166,6 +169,8 @@ def _show_outcome(failures: list[Failure], findings: Findings, printed: _Failure
         more = len(failures) - printed.shown
         similar = f"; {more} of them, most like those above, are not shown" if more > 0 else ""
         show(f"  {len(failures)} of them failed{stopped}{similar}")
+        if findings.pattern:
+            show(f"  {findings.pattern}")
     if findings.worst and not failures:
         worst = findings.worst
         show(f"  {'worst' if worst.status == 'passed' else worst.status}: {worst.case}")

@@ -219,6 +219,7 @@ def examine(
         return found.double()
 
     with contextlib.ExitStack() as runners:
+        runners.enter_context(model.on_device())  # workers use the current device
         layers = _Layers(
             [
                 runners.enter_context(contextlib.closing(open_runner(spec, model.device.type)))

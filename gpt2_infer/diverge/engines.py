@@ -156,8 +156,11 @@ class _Recorder(Sampling):
 class _Run:
     """An engine's run; `fed` holds the tokens it gets as inputs, None if those it chooses."""
 
-    @torch.inference_mode()
     def __init__(self, model: GPT2, request: Request, fed: list[int] | None) -> None:
+        with torch.inference_mode(), model.on_device():
+            self._run(model, request, fed)
+
+    def _run(self, model: GPT2, request: Request, fed: list[int] | None) -> None:
         engine = make_engine(model, request)
         (prompt,), steps = request.rows, request.max_new_tokens
         recorder = _Recorder(logits=torch.zeros(1, model.config.vocab_size, device=model.device))

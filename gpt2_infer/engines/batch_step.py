@@ -166,7 +166,7 @@ class BatchStep:
             q = qkv.view(-1, 3, attn.num_heads, attn.head_dim).narrow(1, 0, 1)
             return attn.attend_newest(q, backend, *self.cache.layers[layer][:2], seqlens)
         heads = qkv.new_empty(len(qkv), self.model.config.n_embd)
-        fields = {"qkv": qkv, "heads": heads, "seqlens": seqlens, **_cache_fields(kv)}
+        fields = {"qkv": qkv, "heads": heads, "lengths": self.lengths, **_cache_fields(kv)}
         self._run(ATTEND, len(qkv), softmax_scale=attn.softmax_scale, **fields)
         return heads
 

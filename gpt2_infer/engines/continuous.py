@@ -200,7 +200,6 @@ class Continuous:
         self.set_up_s = 0.0
         """Seconds in which the last run() allocated caches and captured graphs."""
 
-    @torch.inference_mode()
     def run(
         self, requests: Sequence[tuple[int, Request]]
     ) -> Iterator[tuple[int, Completion | str]]:
@@ -209,6 +208,18 @@ class Continuous:
         Each request has one prompt; all have the same max_new_tokens, and the same sampling except
         for the seed.
         """
+        results = self._run(requests)
+        while True:
+            # Not around `yield`: between two results the caller's own device is current.
+            with torch.inference_mode(), self.model.on_device():
+                result = next(results, None)
+            if result is None:
+                return
+            yield result
+
+    def _run(
+        self, requests: Sequence[tuple[int, Request]]
+    ) -> Iterator[tuple[int, Completion | str]]:
         self.set_up_s = 0.0
         by_length = sorted(requests, key=lambda one: self._padded(one[1]))
         if self.model.decode_attention.version is not None:

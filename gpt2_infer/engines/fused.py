@@ -38,9 +38,7 @@ QKV_BYTES = 64 * 1024
 FC_BYTES = 104 * 1024
 RANKS = 8  # blocks of a head's cluster, if one kernel runs all layers
 MAX_HEADS = 12  # more were not measured, and may not run at once
-# Multiprocessors per cluster that are sure to run it: they come in groups of up to 18, and those of
-# a group that are left over run no cluster.
-PER_CLUSTER = 11
+TOO_LARGE = "cudaErrorCooperativeLaunchTooLarge"  # not all clusters run at once
 MUCH_BYTES = 200 * 1024  # shared memory of a block on an H200; cards with less were not measured
 HEAD_STATIC_BYTES = 4096  # reserved in the kernel of the logits, by struct Ring
 MAX_STATIC_BYTES = 48 * 1024  # limit on a kernel's static shared memory
@@ -197,7 +195,7 @@ class StepShape:
     is_portable: bool = False
     """Whether the step does without early launches, bulk copies and clusters."""
     clusters: int = MAX_HEADS
-    """Clusters of RANKS blocks that the GPU runs at once."""
+    """Clusters of RANKS blocks for which the GPU has enough multiprocessors."""
 
     @functools.cached_property
     def products(self) -> Mapping[str, BlockedMatrix]:
@@ -415,7 +413,7 @@ def shape_on(model: GPT2, batch: int) -> StepShape:
     # torch's stubs lack this field.
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     blocks = properties.multi_processor_count
-    clusters = blocks // PER_CLUSTER
+    clusters = blocks // RANKS
     shape = StepShape(model.config, model.dtype, batch, blocks, shared, clusters=clusters)
     is_early = torch.cuda.get_device_capability(model.device) >= EARLY
     return shape if is_early and shape.fits else replace(shape, is_portable=True)
@@ -462,8 +460,19 @@ class Step:
             config.layer_norm_epsilon,
         )
         self._bytes = torch.frombuffer(self._params, dtype=torch.uint8)
-        self._op = load_op(shape.version(), device.type, "the fused decode step", arch)
+        self._arch = arch
+        self._build(shape)
+
+    def _build(self, shape: StepShape) -> None:
+        self._shape, device_type = shape, self.logits.device.type
+        self._op = load_op(shape.version(), device_type, "the fused decode step", self._arch)
 
     def __call__(self) -> None:
-        """Enqueue the step on the current stream."""
-        self._op(self.logits, self._bytes)
+        """Enqueue the step on the current stream; the first call may have to build the chain."""
+        try:
+            self._op(self.logits, self._bytes)
+        except RuntimeError as error:
+            if not self._shape.is_one_kernel or TOO_LARGE not in str(error):
+                raise
+            self._build(replace(self._shape, clusters=0))
+            self._op(self.logits, self._bytes)

@@ -72,7 +72,10 @@ class Export:
     @property
     def kernel(self) -> str:
         """The path of the version file in the folder."""
-        return f"{self.kernels}/{self.version.path.name}"
+        # CMake takes no other characters, and a ladder no file without a number.
+        name = re.sub(r"[^\w.-]+", "_", self.version.path.name, flags=re.ASCII)
+        is_numbered = self.kind == "hub" or re.match(r"v\d+_", name)
+        return f"{self.kernels}/{name if is_numbered else f'v01_{name}'}"
 
     @property
     def backend(self) -> str:
@@ -90,6 +93,7 @@ class Export:
         check_folder(self.folder)
         files = self._hub() if self.kind == "hub" else self._package()
         files |= {f"{self.kernels}/{name}": text for name, text in self.own.items()}
+        files[self.kernel] = files.pop(f"{self.kernels}/{self.version.path.name}")
         files["README.md"] = self._fill(f"{self.kind}/README.md", **vars(evidence))
         for name, text in files.items():
             path = self.folder / name
@@ -128,6 +132,7 @@ class Export:
             "torch-ext/torch_binding.cpp": self._fill("hub/torch_binding.cpp.in", binding=binding),
             f"torch-ext/{self.module}/__init__.py": self._fill("hub/__init__.py.in"),
             f"tests/test_{self.module}.py": self._fill("hub/test.py.in"),
+            f"benchmarks/benchmark_{self.module}.py": self._fill("hub/benchmark.py.in"),
         }
 
     def _fill(self, template: str, **more: str) -> bytes:
@@ -137,6 +142,7 @@ class Export:
         macros = [f"-DATTENTION_VERSION={version.name}", f"-DATTENTION_DTYPE={dtypes}"]
         macros += ["-DATTENTION_CONTIGUOUS"] * (version.layout == "contiguous")
         sources = [f"csrc/{name}" for name in (*self.own, *self.shared)]
+        sources[sources.index(f"csrc/{version.path.name}")] = self.kernel
         values = {
             "name": self.name,
             "module": self.module,

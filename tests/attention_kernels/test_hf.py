@@ -421,7 +421,10 @@ WEIGHTS = "output_attentions (the weights are never stored)"
         ),
         (lambda m: m(prompt(), softcap=30.0), "softcap, which it does not compute"),
         (lambda m: m.double()(prompt()), "dtype float64 (it takes float32)"),
-        (lambda m: m.half()(prompt()), "dtype float16 (it takes float32)"),
+        (
+            lambda m: m.half()(prompt()),
+            'dtype float16 (it takes float32); load the model with dtype="float32"',
+        ),
     ],
 )
 def test_unsupported_calls_are_refused(make, call, reason):

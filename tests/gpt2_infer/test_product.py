@@ -170,3 +170,15 @@ def test_three_products_are_as_exact_as_the_library_on_a_gpu(k, n):
         x[:, 7] *= 3000
         found = errors(x, weight)
         assert (found["3xfp16"] <= found["pytorch"]).all()
+
+
+@pytest.mark.gpu
+def test_weights_packed_just_before_the_first_call_are_read_whole():
+    """The kernel copies weights before the work ahead of it has ended."""
+    torch.use_deterministic_algorithms(False)  # else kernels that fill memory come between
+    x, bias = random(64, 768).cuda(), random(3072).cuda()
+    for i in range(200):  # each packed copy takes the place of the one before
+        product = Product(torch.full((768, 3072), float(i), device="cuda"), bias, "3xfp16")
+        y = product(x)
+        torch.cuda.synchronize()
+        assert torch.equal(y, product(x))

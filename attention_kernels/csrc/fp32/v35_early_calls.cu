@@ -182,7 +182,9 @@ __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, unsigned char* tiles,
                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
   ptx::wait_for_previous();
-  ptx::allow_next();  // not before: attention reads Q without waiting
+  // Not before: attention reads Q and V without waiting. It starts when every block here has come this
+  // far, and each has waited for what wrote them.
+  ptx::allow_next();
   const bool is_v = blockIdx.y == 1;
   const Strides strides = is_v ? v_strides : k_strides;
   const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;

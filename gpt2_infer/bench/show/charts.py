@@ -397,33 +397,6 @@ def _draw_watts(axes: Axes) -> None:
         axis.set_minor_locator(NullLocator())
 
 
-def prediction_bars(row: Row, measured: Sequence[tuple[str, Row]]) -> bytes:
-    """Draw each resource's time, the prediction and the measurements, as SVG.
-
-    measured: tasks with the rows that timed the same version file in the same cell.
-    """
-    found = row.extra
-    needs = sorted(found["needs_us"].items(), key=lambda need: -need[1])
-    notes = {"load-store unit": "shared memory, L1 and shuffles together"}
-    parts = [(name, notes.get(name, ""), us, "#999999") for name, us in needs if us >= 0.05]
-    parts += [
-        (name, what, found[key], "#56B4E9")
-        for name, what, key in (
-            ("latency", "warps wait for results, barriers and each other", "waiting_us"),
-            ("uneven blocks", "multiprocessors without work", "uneven_us"),
-            ("launch", "", "launch_us"),
-        )
-        if found.get(key)
-    ]
-    parts.append(("predicted", f"bound by {found['bound']}", row.median, "#0072B2"))
-    for task, one in measured:
-        what = f"{task}; predicted {row.median / one.median:.2f} times"
-        parts.append(("measured", what, one.median, "#009E73"))
-    bars = [Bar(name, what, us, f"{us:,.1f}", colour) for name, what, us, colour in parts]
-    with plt.style.context(STYLE):
-        return to_svg(bar_figure(bars, "microseconds"))
-
-
 # ---- All charts ----------------------------------------------------------------------------------
 
 

@@ -58,7 +58,9 @@ struct LayersShared {
   // What the LayerNorms read and write, and attention's results, are not needed at the same time.
   union {
     alignas(16) Factor normed[kEmbd + QkvProduct::kPadding];
-    float x_next[kEmbd];  // after a layer
+    // After a layer. Blocks without columns of q, k and v are not sent it: nobody waits for them
+    // before sending splits, which it could then overwrite.
+    float x_next[kEmbd];
     struct {
       Partial warps[kAttendWarps], splits[kRanks];
     } attention;
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
   unsigned tag = p.scratch->epoch * p.layers;  // of the previous layer's parts
   const auto send_x = [&](float* here, Exchange exchange) {
 #pragma unroll
-    for (int to = 0; to < kRanks; ++to)
+    for (int to = 0; to < (exchange == kNextX ? min_of(kRanks, kQkvUnits) : kRanks); ++to)
       ptx::send_words<1>(here + column, to, {__float_as_uint(x)}, &shared.exchanges[exchange]);
   };
   const auto store_normed = [&](int k, const float (&row)[1]) {
@@ -323,7 +325,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
         send_x(shared.x_next, kNextX);
       }
       tiles.await(tile);
-      await(kNextX, layer - 1);
+      if (has_unit) await(kNextX, layer - 1);
     } else {
       tiles.await(tile);
     }

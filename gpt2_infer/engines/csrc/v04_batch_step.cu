@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kAttendThreads, kAttendResident) attend(Kernel
   const int head = warp % p.num_heads, row = warp / p.num_heads;
   const int first = lane / kKeyLanes, column = lane % kKeyLanes * kChunk;
   if (row >= p.rows) return;
-  const int newest = p.seqlens[row] - 1;
+  const int newest = p.lengths[row];  // not seqlens, which begin() may still be writing
   Element* const keys = p.kv + static_cast<int64_t>(warp) * p.max_seqlen * kHeadDim + column;
   Element* const values = keys + p.kv_stride;
   const auto load_tile = [&](uint4(&chunks)[kSteps], const Element* from, int n) {

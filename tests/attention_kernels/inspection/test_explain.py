@@ -21,6 +21,7 @@ from attention_kernels.inspection.stalls import Watch
 from tests.attention_kernels.inspection.test_predict import needs_cuda_programs
 
 H200 = gpus()["h200"]
+EXAMPLE = Path(__file__).parents[3] / "examples/my_backend/src/my_backend/v01_warp_per_row.cu"
 CASE = Case(1, 1024, 12, 64, is_causal=True)
 
 # What nvdisasm prints: a kernel at line 20, a function called in line 25, and a lambda in line 30.
@@ -111,6 +112,36 @@ def test_bank_conflicts_of_several_lines_are_taken_away_together():
     }
 
 
+SCATTERED = Instruction("LDG.E", ("R2", "[R4]"), writes=0)
+
+
+def test_a_load_that_does_not_coalesce_is_told_what_it_would_gain():
+    one = model([SCATTERED], [(0, 32, 0)])
+    before, found = advised(one, [(0, "LG throttle", 0, 1, 1, 0.8)])
+    assert "(a request touches 32 lines of 128 bytes, 1 would do)" in found["sectors"].change
+    assert (found["sectors"].line, found["sectors"].share) == (1, 0.8)
+    launch = H200.launch_us
+    assert found["sectors"].time_us - launch == pytest.approx((before - launch) / 32, rel=0.4)
+    wide = dataclasses.replace(SCATTERED, name="LDG.E.128")
+    assert "sectors" not in advised(model([wide], [(0, 4, 0)]), [])[1]
+
+
+def test_a_scattered_store_also_sends_more_sectors_to_l2():
+    (store,) = (
+        advice.changed(
+            one := model([dataclasses.replace(SCATTERED, name="STG.E")], [(0, 32, 32)]),
+            "sectors",
+            frozenset([0]),
+        )
+        .line.works[0]
+        .warps[0][:1]
+    )
+    assert store == (0, 0, 1, 4)
+    load = dataclasses.replace(one, code=[SCATTERED])
+    (kept,) = advice.changed(load, "sectors", frozenset([0])).line.works[0].warps[0][:1]
+    assert kept == (0, 0, 1, 32)  # other loads use the rest of the sectors
+
+
 def test_with_early_results_nothing_waits_for_them():
     places = [(1, "short scoreboard", 0, 2, 1, 1.0)]
     before, found = advised(model([LOAD, USE], [(1, 0, 0), (0, 0, 0)]), places)
@@ -191,3 +222,16 @@ def test_a_version_is_explained_line_by_line():
     waited = {place for line in barriers for place in line.waits_for}
     assert any("__syncthreads" in text[place - 1] for place in waited)
     assert [*found.advice] == sorted(found.advice, key=lambda one: one.time_us)
+
+
+@pytest.mark.slow
+@needs_cuda_programs
+def test_the_line_that_does_not_coalesce_is_the_first_to_mend():
+    """Each lane of the example reads another row of K."""
+    version = ladder.resolve(str(EXAMPLE)).version
+    found = explain.explain(version, H200, CASE._replace(seqlen=256, num_heads=1))
+    (one,) = (one for one in found.advice if one.cause == "sectors")
+    assert "gK[n * k_strides.seqlen + d]" in explain.source_of(found.text, one.line)
+    assert "(a request touches 2" in one.change
+    assert one.share > 0.5
+    assert one is next(other for other in found.advice if other.line)

@@ -8,6 +8,7 @@ are first shown to find the faults planted in the negative controls.
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,14 +36,25 @@ CLEAN = {
 }
 READ = "Invalid __global__ read of size 4 bytes"
 BARRIER = "Barrier error detected. Divergent thread(s) in block"
+RACE = (
+    "Error: Race reported between Read access at a.cu:33",
+    "and Write access at a.cu:24 [4 hazards]",
+)
 
 
 @pytest.mark.slow
-def test_a_dropped_barrier_shows_in_another_order_of_threads(monkeypatch):
+def test_a_dropped_barrier_is_named_as_a_race_first(monkeypatch):
+    """It also shows in another order of threads, which the sanitized build notices."""
+    file = str(NEGATIVE / "v01_dropped_barrier.cu")
     monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", "")  # so that it is restored after the test
-    spec = ladder.resolve(str(NEGATIVE / "v01_dropped_barrier.cu"))
-    with pytest.raises(SystemExit, match="the order of its blocks or threads changes the output"):
-        sanitizers._run(spec, "cpu")
+    with pytest.raises(SystemExit, match=sanitizers.ORDER) as caught:
+        sanitizers._run(ladder.resolve(file), "cpu")
+    done = Ended(1, "ended with exit status 1", "", str(caught.value))
+    monkeypatch.setattr(sanitizers, "_worker", lambda *_: done)
+    race, order = sanitize([file], "cpu")
+    place = r"v01_dropped_barrier\.cu:\d+"
+    assert re.match(rf"races in shared memory, .*: race: lane .*, at {place}, .*, at {place}", race)
+    assert order == str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +67,7 @@ def test_a_dropped_barrier_shows_in_another_order_of_threads(monkeypatch):
         ("memcheck", 1, f"{CLEAN['memcheck']}\nit crashed", "it crashed"),
         ("racecheck", 0, CLEAN["memcheck"], CLEAN["memcheck"]),  # it has seen no kernel
         ("racecheck", 0, "", "it ended with exit status 0"),
+        ("racecheck", 77, "=".join(f"======== {x}\n" for x in (*RACE, RACE[1])), " ".join(RACE)),
         ("synccheck", 0, CLEAN["memcheck"], None),
         ("synccheck", 77, f"========= {BARRIER}\n========= ERROR SUMMARY: 1 error", BARRIER),
     ],

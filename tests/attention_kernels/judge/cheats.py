@@ -398,7 +398,7 @@ def works_in_tf32(q, k, v, scale, causal):
     return right(q, k, v, scale, causal)
 
 
-@attention("error")
+@attention("not finite")
 def forgets_the_maximum(q, k, v, scale, causal):
     weights = (torch.einsum("bihd,bjhd->bhij", q, k) * scale).exp()
     weights = weights.tril() if causal else weights
@@ -472,14 +472,14 @@ def leaves_rows_unwritten(q, k, v, scale, causal):
     return o
 
 
-@attention("error inf|not finite")
+@attention("not finite")
 def writes_nan_into_the_last_of_a_tile(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     o[:, 31::32, -1] = torch.nan
     return o
 
 
-@attention("error inf|not finite", wrong=lambda c: c.seqlen == 119, slow=True)
+@attention("not finite", wrong=lambda c: c.seqlen == 119, slow=True)
 def is_nan_at_one_length(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     return o * torch.nan if q.shape[1] == 119 else o

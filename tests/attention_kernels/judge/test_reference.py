@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -31,6 +32,23 @@ def test_reference_equals_the_definition_written_out(is_causal):
                 weights = [math.exp(0.7 * float(q[b, i, h] @ k[b, j, h])) for j in keys]
                 row = sum(w * v[b, j, h] for w, j in zip(weights, keys, strict=True)) / sum(weights)
                 assert torch.allclose(out[b, i, h], row, rtol=0, atol=1e-14)
+
+
+def test_a_verdict_says_in_words_what_is_not_finite_and_leaves_out_what_is_not_judged():
+    q, k, v = Case(5, 32, num_heads=1).inputs("cpu")
+    o = naive_attention(q, k, v)
+    o[0, 3, 0, 7] = 1.5
+    pair = r"[\d.e+-]+, budget [\d.e+-]+"
+    said = str(judge(o, q, k, v))  # five rows are too few to judge a column by
+    assert re.fullmatch(rf"error {pair}; by row {pair}; 1\.5 instead of .*", said)
+    o[0, 3, 0, 7] = math.nan
+    place = "batch 0, row 3, head 0, column 7"
+    assert re.fullmatch(
+        f"the output is not finite; nan instead of [^ ]+ at {place}; over the budget .*",
+        str(judge(o, q, k, v)),
+    )
+    nothing = str(Verdict(1.0, math.inf, math.inf))
+    assert nothing == "there is no budget, because plain PyTorch's output is not finite"
 
 
 def test_judge_passes_naive_and_fails_what_is_wrong():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import shutil
 import threading
 import time
@@ -49,7 +51,7 @@ def test_a_new_file_is_a_new_backend_and_a_broken_one_breaks_nothing_else(tmp_pa
         return f"MINE_{header.version_number(file)}"
 
     ladder.register_ladder(tmp_path, family="mine", op_prefix="mine_", name=name)
-    names = [f"MINE_{number}" for number in (1, 2, 91, 90, 92, 93)]
+    names = [f"MINE_{number}" for number in (1, 2, 90, 91, 92, 93)]
     assert [spec.name for spec in list_backends() if spec.family == "mine"] == names
     assert run_case(get_backend("MINE_2"), Case(33, 64), "cpu").passed
     q = torch.zeros(1, 1, 1, 32)
@@ -62,7 +64,7 @@ def test_a_new_file_is_a_new_backend_and_a_broken_one_breaks_nothing_else(tmp_pa
         assert str(caught.value).endswith(complaints[broken])
         assert str(caught.value).startswith(f"attention backend {broken} is not available here: ")
     assert complaints == {
-        "MINE_90": "v90_no_header.cu: the first line must be `// v90 - <what changed>`",
+        "MINE_90": "v90_no_header.cu does not include common.cuh",
         "MINE_91": complaints["MINE_91"],
         "MINE_92": "several files have the number 92: v92_one.cu, v92_two.cu",
         "MINE_93": "v93_no_start.cu: From names no version of this ladder: v94",
@@ -217,3 +219,23 @@ def test_grouped_queries_copy_no_keys(monkeypatch):
         assert k.shape[2:] == v.shape[2:] == (3, 32)
         assert k.stride(2) == v.stride(2) == 0
         assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() == expected
+
+
+class EarlyParams(ctypes.Structure):
+    _fields_ = (("value", ctypes.c_void_p), ("seen", ctypes.c_void_p), ("reads", ctypes.c_int))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", [None, "compute_80"])
+def test_code_for_an_older_gpu_does_not_start_early(arch):
+    if reason := compilers.missing_compiler("cuda"):
+        pytest.skip(reason)
+    version = header.parse_header(ROOT / "tests/attention_kernels/probe/v03_early.cu", "probe_")
+    writer = op.load_op(version, "cuda", "the probe")
+    older = dataclasses.replace(version, op=f"{version.op}_{arch}")
+    reader = op.load_op(older, "cuda", "the probe", arch)
+    value, seen = torch.zeros(2, dtype=torch.int32, device="cuda").split(1)
+    for kernel, reads in ((writer, 0), (reader, 1)):
+        params = EarlyParams(value.data_ptr(), seen.data_ptr(), reads)
+        kernel(value, torch.frombuffer(bytearray(params), dtype=torch.uint8))
+    assert seen.item() == 1

@@ -48,6 +48,26 @@ def test_torch_with_another_cuda_runtime_needs_a_build(library, first, monkeypat
     assert prebuilt.find(first) is None
 
 
+@pytest.mark.parametrize(
+    ("gpus", "is_taken"),
+    [
+        ([], True),
+        ([(7, 5)], True),
+        ([(10, 3)], True),
+        ([(12, 1)], True),
+        ([(13, 0)], True),  # from PTX
+        ([(7, 0)], False),
+        ([(11, 0)], False),
+        ([(7, 0), (9, 0)], True),
+    ],
+)
+def test_a_gpu_that_no_library_has_code_for_needs_a_build(
+    gpus, is_taken, library, first, monkeypatch
+):
+    monkeypatch.setattr(compilers, "capabilities", lambda: gpus)
+    assert bool(prebuilt.find(first)) == is_taken
+
+
 def test_a_prebuilt_kernel_needs_no_compiler_unless_an_architecture_is_named(
     library, first, monkeypatch
 ):

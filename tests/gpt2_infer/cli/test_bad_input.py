@@ -30,6 +30,7 @@ REFUSED = [  # without a command, options of generate
     ("--prompt-file TMP", "TMP: Is a directory"),
     ("--model /no/such/model", "'/no/such/model'"),
     ("--device cuda", "no CUDA device"),
+    ("--device cuda:99", "cuda:99: this machine has no such CUDA device"),
     ("--decode-backend NAIVE_PYTORCH", "--decode-backend needs --kv-cache"),
     ("--seed 3", "--seed needs a temperature above 0"),
     ("--prompt a\udcff", "the prompt is not valid text"),

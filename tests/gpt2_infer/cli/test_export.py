@@ -240,8 +240,22 @@ def compile_variant(folder: Path, build: dict, library: Path, device: str) -> No
     shutil.rmtree(work)
 
 
+# What `kernels benchmark` does, with a shorter text.
+BENCHMARK = """
+import sys
+from pathlib import Path
+from kernels.cli import benchmark
+folder = Path(sys.argv[1])
+(script,) = benchmark.discover_benchmark_scripts("fast-rows", folder)
+(attention,) = benchmark.discover_benchmark_classes(script, folder)
+attention.seqlen = 33
+found, _ = benchmark.run_benchmark_class(attention, 1, 0, str(folder), True, "local")
+assert found["causal"].verified
+"""
+
+
 @on_every_device
-def test_get_local_kernel_loads_a_build_which_passes_its_test(
+def test_get_local_kernel_loads_a_build_which_passes_its_test_and_is_benchmarked(
     device, kernel, environment, tmp_path
 ):
     """The build is by the test, with kernel-builder's rules; on the CPU the emulator is CUDA."""
@@ -251,6 +265,7 @@ def test_get_local_kernel_loads_a_build_which_passes_its_test(
     folder = exported(kernel, "hub", tmp_path / "fast-rows")
     build_variant(folder, device)
     assert "8 passed" in run_its_test(folder, environment)
+    subprocess.run([environment, "-c", BENCHMARK, folder], check=True)
 
 
 def test_kernel_builder_can_read_the_repository_and_finds_every_file(kernel, tmp_path):
@@ -268,6 +283,20 @@ def test_kernel_builder_can_read_the_repository_and_finds_every_file(kernel, tmp
     (folder / "build.toml").write_text((folder / "build.toml").read_text() + "wrong = 1\n")
     with pytest.raises(Exception, match="wrong"):
         rust.Build.open(folder)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("hub", "csrc/a_1_.cu"), ("package", "v01_a_1_.cu")])
+def test_a_file_of_any_name_without_a_header_is_exported(kind, name, kernel, tmp_path):
+    text = kernel.read_text().replace(
+        "constexpr int kBlockN = kTile;", "constexpr int kBlockN = 32;"
+    )
+    (tmp_path / "a (1).cu").write_text(text.partition('#include "sizes.cuh"')[2])
+    folder = exported(tmp_path / "a (1).cu", kind, tmp_path / "fast_rows")
+    (file,) = folder.rglob("*.cu")
+    assert str(file).endswith(f"/{name}")
+    if kind == "hub":
+        built = tomllib.loads((folder / "build.toml").read_text())["kernel"]["fast_rows"]
+        assert name in built["src"]
 
 
 def test_the_needs_and_the_layout_of_a_version_reach_the_build(kernel, tmp_path):
@@ -302,7 +331,7 @@ def test_the_readme_has_verdict_budget_times_and_their_commands(kind, kernel, ca
         "| error | 3.00e-06 | 4.00e-06 | 2.00e-06 |",
         "A budget is 2 times the distance of plain PyTorch from float64",
         "Not measured, because there was no GPU.",
-        "Predicted for H200 SXM, N=1024 H=12 head_dim=32: 90 us",
+        "Predicted for H200 SXM, N=1024 H=12 head_dim=32: 90 us, bound by ",
         f"gpt2-infer predict {place}/v01_mine.cu --gpu h200",
     ):
         assert part in text

@@ -32,6 +32,7 @@ FINDINGS = {
         "sanitized",
         "quick",
         "few_shapes",
+        "pattern",
         "seed",
         "passed",
         "total",
@@ -81,7 +82,7 @@ COMMAND = {  # the words, and the names of the fields
         {"model", "dtype", "products", "input", "bytes", "window", "stride", "scores"},
     ),
     "predict": (["CUSTOM_CUDA_VERSION_12"], {*vars(FOUND), "bound", "likely_us"}),
-    "report": (["RESULTS", "--out", "OUT"], {"out", "bytes"}),
+    "report": (["RESULTS", "--out", "OUT"], {"out", "bytes", "failed"}),
     "verify": (["NAIVE_PYTORCH", "--device", "cpu", "--no-timing"], {"passed", "backends"}),
 }
 

@@ -30,7 +30,7 @@ ADVICE = [
 ]
 CODE = [KernelCode("kernel", ["LDS", "FADD", "BRA", "NOP"], [158, 158, 3, 0])]
 TEXT = ["", *(f"line {n};" for n in range(1, 200))]
-EXPLAINED = Explanation(FOUND, REASONS, 0.25, LINES, ADVICE, CODE, TEXT)
+EXPLAINED = Explanation(FOUND, REASONS, 0.25, LINES, lambda: ADVICE, CODE, TEXT)
 COMMAND = ["predict", "CUSTOM_CUDA_VERSION_12", "--lines"]
 
 
@@ -69,6 +69,19 @@ def test_the_worst_ten_lines_are_shown_with_their_reasons(
     assert len(rows) == 10
     assert rows[0] == "v12:158>66 41.0% 76% short scoreboard 24% wait x += y;"
     assert "Line a>b: line a of the kernel calls a function, whose line b stalls." in found
+
+
+def test_the_lines_are_shown_before_the_changes_are_simulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def advise() -> list[Advice]:
+        assert "v12:158>66" in capsys.readouterr().out
+        return ADVICE
+
+    slow = dataclasses.replace(EXPLAINED, advise=advise)
+    monkeypatch.setattr(explain, "explain", lambda *_: slow)
+    assert main(COMMAND) == 0
+    assert "-> 71.0  without bank conflicts" in capsys.readouterr().out
 
 
 def test_what_it_would_gain_is_shown_with_its_price(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_dir_lists_the_public_names():
         ["--max-new-tokens", "x"],
         ["nonsense"],
         ["--no-such-option"],
-        ["backends", "x"],
+        ["cache", "x"],
         ["--json", "verify", "X"],
     ],
 )

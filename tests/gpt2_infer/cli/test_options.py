@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpt2_infer.cli import COMMANDS, main, parse
-from gpt2_infer.cli.options import Parser, current_family
+from gpt2_infer.cli.options import Parser, current_family, see_only
+from gpt2_infer.errors import UnavailableDeviceError
 
 CHECKED_LATER = ("--temperature", "--top-p")  # Sampling checks these
 ZERO_IS_TAKEN = ("--top-k", "--seed", "--shared")
@@ -47,6 +50,18 @@ def test_a_number_out_of_range_is_refused_before_any_work(value, numeric_options
         assert f"argument {option}: must be a" in err
         assert err.count("\n") == 1
         assert len(err) < 250
+
+
+def test_a_gpu_by_number_hides_the_others(monkeypatch):
+    name = "CUDA_VISIBLE_DEVICES"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: bool(os.environ[name]))
+    monkeypatch.setenv(name, "5,7")
+    assert see_only("cuda:1") == "cuda"
+    assert os.environ[name] == "7"
+    with pytest.raises(UnavailableDeviceError, match="cuda:1: "):
+        see_only("cuda:1")
+    assert os.environ[name] == "7"
 
 
 def test_one_round_is_refused(capsys):

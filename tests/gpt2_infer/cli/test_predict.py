@@ -40,17 +40,22 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("predicted")
-def test_predict_shows_each_part_and_the_bound(
+def test_predict_shows_the_largest_parts_and_the_bound(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     command = ["predict", "CUSTOM_CUDA_VERSION_12", "--results", str(tmp_path)]
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "H200 SXM" in shown
-    (row,) = (line for line in shown.splitlines() if line.startswith("1024"))
-    assert "no results" in row
-    assert "shared memory" in row
-    assert row.split()[-5:] == ["30.0", "42.0", "6.0", "40.7", "1.3"]
+    heads, cells = (re.split("  +", line.strip()) for line in shown.splitlines()[2:4])
+    assert heads == [
+        "N",
+        "predicted",
+        "bound",
+        "largest parts",
+    ]  # there are no results to compare with
+    largest = "42.0 shared memory, 40.7 uneven blocks, 30.0 issue slots"
+    assert cells == ["1024", "90.0", "shared memory", largest]
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["bound"] == "shared memory"
 
@@ -64,7 +69,7 @@ def test_other_files_among_the_results_are_named_and_skipped(
     monkeypatch.chdir(tmp_path)
     assert main(["predict", "CUSTOM_CUDA_VERSION_12"]) == 0
     out, err = capsys.readouterr()
-    assert "no results" in out
+    assert "measured" not in out
     assert err.startswith("skipped: results/a.json is not a results file")
 
 
@@ -129,6 +134,7 @@ def test_the_range_of_the_committed_results_is_shown(capsys: pytest.CaptureFixtu
     assert main(["predict", "CUSTOM_CUDA_VERSION_12", "--results", str(results)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^1024 +90\.0 +\d+\.\d\.\.\d+\.\d ", shown, re.M)
+    assert max(map(len, shown.splitlines()[2:4])) <= 120
     assert re.search(
         r"kernels without tensor cores that were measured, 8 in 10 took 0\.\d+ to", shown
     )

@@ -174,7 +174,7 @@ def test_a_kernel_that_kills_its_process_leaves_a_verdict(tmp_path, capsys):
     new = f"{LAUNCH}  if (params.seqlen > 30) __builtin_trap();\n"
     assert main(["verify", broken(tmp_path, LAUNCH, new), "--device", "cpu"]) == 1
     out = capsys.readouterr().out
-    assert re.search("FAILED: seqlen .*, head_dim 32, batch 1, 2 heads, causal, scale 1.0, ", out)
+    assert re.search("FAILED: races in shared memory, seqlen 130, head_dim 32, ", out)
     assert "          it was killed by SIGILL (an invalid instruction" in out
     assert "--sanitize shows where" in out
     assert out.endswith("FAILED\n")
@@ -186,11 +186,12 @@ def test_failures_that_are_alike_are_told_once(tmp_path, capsys, in_this_process
     assert main(["verify", file, "--device", "cpu", "--seed", "0"]) == 1
     out = capsys.readouterr().out
     assert re.fullmatch(
-        r"  FAILED: seqlen 107, head_dim 32, batch 1, 2 heads, causal, scale 1.0, float32, seed 0\n"
+        r"  FAILED: races in shared memory, seqlen 130, head_dim 32, .*, float32, seed 0\n"
         r"          cudaErrorLaunchFailure: unspecified launch failure\n"
         r"V08_ALIKE on cpu, emulated: 20 of \d+ checks, seed 0\n"
         r"  20 of them failed, and the suite stopped there; 19 of them, most like those above, are "
         r"not shown\n"
+        r"  none of the \d+ cases that ran passed\n"
         r"FAILED\n",
         out,
     ), out
@@ -267,16 +268,17 @@ def test_what_the_sanitizer_finds_fails_and_the_suite_does_not_run(capsys, monke
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_nvcc")
 def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, in_this_process, short_suite):
-    (tmp_path / "v08_mine.cu").write_bytes(RIGHT.read_bytes())
-    assert main(["verify", str(tmp_path / "v08_mine.cu"), "--device", "cpu"]) == 0
+    _, include, code = RIGHT.read_text().partition("#include")  # without its header
+    (tmp_path / "mine (1).cu").write_text(include + code)
+    assert main(["verify", str(tmp_path / "mine (1).cu"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert re.match(r"V08_MINE on cpu, emulated: \d+ checks, seed 0\n", out)
+    assert re.match(r"MINE \(1\) on cpu, emulated: \d+ checks, seed 0\n", out)
     assert "  nvcc not found: its flags were not tried\n" in out
     assert "no timing: it ran in the CPU emulator" in out
     assert main(["verify", str(tmp_path / "v09_none.cu")]) == 2
-    (tmp_path / "v10_empty.cu").write_text("")
-    assert main(["verify", str(tmp_path / "v10_empty.cu")]) == 2
-    assert "the first line must be `// v10 - <what changed>`" in capsys.readouterr().err
+    (tmp_path / "half.cu").write_text("// Takes:  half\n")
+    assert main(["verify", str(tmp_path / "half.cu")]) == 2
+    assert "half.cu: Takes must look like `float16, head_dim 32 64`" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("busy_machine")

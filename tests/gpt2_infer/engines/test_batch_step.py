@@ -101,6 +101,21 @@ def test_its_attention_is_that_of_the_backend_bit_for_bit(dtype, monkeypatch):
     assert torch.equal(found[0][1], found[1][1])
 
 
+def test_attention_does_not_read_what_the_step_writes(monkeypatch):
+    """It may begin before the product ahead of it, and what overlaps with that, has ended."""
+    model, run, found = make_model(torch.float16), BatchStep._run, []
+
+    def too_early(step, kernel, rows, **fields):
+        if kernel == batch_step.ATTEND:
+            step.cache.seqlens.copy_(step.lengths)  # as before begin()
+        run(step, kernel, rows, **fields)
+
+    for each in (run, too_early):
+        monkeypatch.setattr(BatchStep, "_run", each)
+        found.append(step_over(model, filled_cache(model), torch.full((5,), 500)).logits())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prompts_are_as_exact_as_in_pytorch(dtype):
     model = make_model(dtype)

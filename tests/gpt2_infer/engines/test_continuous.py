@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 
@@ -206,6 +207,24 @@ def test_an_idle_device_gets_work_before_texts_are_decoded(demo, monkeypatch):
     assert before.count("step") > 2 * 10
     rest = events[len(before) :]
     assert rest[:5] == ["text"] * 4 + ["step"]
+
+
+def test_the_callers_device_is_current_between_two_results(demo, monkeypatch):
+    inside = []
+
+    @contextlib.contextmanager
+    def on_device():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    step = slots.Slots.step
+    monkeypatch.setattr(slots.Slots, "step", lambda one: step(one) if inside else 1 / 0)
+    engine = Continuous(demo, batch=2)
+    monkeypatch.setattr(engine.model, "on_device", on_device)
+    for _ in engine.run(make_requests(demo, 4)):
+        assert not inside
+        assert not torch.is_inference_mode_enabled()
 
 
 def test_an_alias_is_resolved_by_row_length(clean_registry):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.cuda import green_contexts
 
 from attention_kernels.judge.reference import naive_attention
 from attention_kernels.ladder import header
@@ -352,6 +355,40 @@ def test_a_layer_norm_before_a_product_is_as_accurate_as_one_apart(dtype, outlie
     assert (found.double() - exact).abs().max() <= 2 * apart
 
 
+def test_the_chain_runs_where_not_all_clusters_run_at_once(monkeypatch):
+    tried = []
+
+    def load(version, *arguments):
+        tried.append("-DSTEP_ONE_KERNEL=1" in version.flags)
+        return refuse if tried[-1] else load_op(version, *arguments)
+
+    def refuse(*_):
+        raise RuntimeError(f"op: refuses: on this device: {fused.TOO_LARGE}: too many blocks")
+
+    monkeypatch.setattr(fused, "load_op", load)
+    check_steps(random_model(ONE_KERNEL), [127], 2, 2e-4)
+    assert tried == [True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not green_contexts.SUPPORTED, reason="torch has no green contexts")
+def test_the_chain_runs_in_a_part_of_a_gpu():
+    model, steps = published("gpt2", torch.bfloat16), []
+
+    def make(*arguments) -> Step:
+        steps.append(step_of(*arguments))
+        return steps[0]
+
+    if not fused.shape_on(model, 1).is_one_kernel:
+        pytest.skip("one kernel does not run all layers here")
+    part = green_contexts.GreenContext.create(num_sms=32, device_id=0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(part.Stream()):
+        check_steps(model, [100], 4, 0.1, make)
+    torch.cuda.synchronize()
+    assert not steps[0]._shape.is_one_kernel
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
@@ -454,21 +491,42 @@ def test_a_full_context_and_an_interruption_leave_the_gpu_usable():
     assert text.tokens == generate(demo, "Once", max_new_tokens=50).tokens
 
 
+@torch.inference_mode()
+def repeat_steps(dtype: torch.dtype, streams: list[torch.cuda.Stream], count: int) -> None:
+    """Repeat the same step on each stream; a race shows only in some of the repetitions."""
+    model, runs = published("gpt2", dtype), []
+    for stream in streams:
+        cache = KVCache.allocate(model, 1, 64)
+        tokens = torch.zeros(1, 64, dtype=torch.long, device="cuda")
+        newest = model(tokens[:, :40], cache=cache)[:, 0].argmax(-1)
+        lengths = torch.tensor([41], device="cuda")
+        step = Step(model, cache, newest, tokens, lengths, is_greedy=False)
+        step()
+        expected, same = step.logits.clone(), torch.ones((), dtype=torch.bool, device="cuda")
+        runs.append((stream, cache.seqlens, step, expected, same))
+    torch.cuda.synchronize()
+    for _ in range(count):
+        for stream, seqlens, step, expected, same in runs:
+            with torch.cuda.stream(stream):
+                seqlens.fill_(40)
+                step()
+                same.logical_and_((step.logits == expected).all())
+    torch.cuda.synchronize()
+    assert all(same for *_, same in runs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.inference_mode()
 def test_a_repeated_step_gives_the_same_bits(dtype):
-    """A race shows only in some of the repetitions."""
-    model = published("gpt2", dtype)
-    cache = KVCache.allocate(model, 1, 64)
-    tokens = torch.zeros(1, 64, dtype=torch.long, device="cuda")
-    newest = model(tokens[:, :40], cache=cache)[:, 0].argmax(-1)
-    step = Step(model, cache, newest, tokens, torch.tensor([41], device="cuda"), is_greedy=False)
-    step()
-    expected = step.logits.clone()
-    same = torch.ones((), dtype=torch.bool, device="cuda")
-    for _ in range(1000):
-        cache.seqlens.fill_(40)
-        step()
-        same &= (step.logits == expected).all()
-    assert same
+    repeat_steps(dtype, [torch.cuda.current_stream()], 1000)
+
+
+@pytest.mark.gpu
+def test_steps_on_two_streams_do_not_wait_for_each_other():
+    """The blocks of each wait for words without a limit, and both have no room at once."""
+    program = f"""
+import torch
+from {__name__} import repeat_steps
+repeat_steps(torch.bfloat16, [torch.cuda.Stream() for _ in range(2)], 10_000)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=180)

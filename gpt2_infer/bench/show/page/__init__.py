@@ -1,15 +1,13 @@
 """The report on kernels and results: one HTML file that works from disk, without a network.
 
 It needs the extra `report`: Jinja2, and Pygments for highlighting. The page does not depend on when
-or where it is made, so the same input gives the same bytes. Its script puts any two versions next
-to each other.
+or where it is made, so the same input gives the same bytes.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-import gzip
 import hashlib
 import os
 import re
@@ -19,17 +17,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from tqdm import tqdm
 
-from attention_kernels import UnsupportedError, ladder
+from attention_kernels import UnsupportedError
 from attention_kernels.inspection import nsight
-from attention_kernels.inspection.accesses import BY_LANE, Access, Recording, record
+from attention_kernels.inspection.accesses import BY_LANE, Recording, record
 from attention_kernels.inspection.nsight import Comparison, Sampled
+from attention_kernels.judge.conformance import Report
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import find_gpu, timed_on
@@ -54,6 +54,7 @@ def make_page(
     gpu: str | None = None,
     predict: Collection[str] = (),
     profiled: Sequence[Sampled] = (),
+    verdicts: Mapping[str, Report | str] = MappingProxyType({}),
     timeout_s: float = 600.0,
 ) -> str:
     """Return the HTML page on versions, given by name, and on results files.
@@ -61,28 +62,26 @@ def make_page(
     shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
     and stalls for, a name in gpus(); None for no predictions. predict: the versions to predict if
     the results have no stalls of them. profiled: kernels of a report, to compare the stalls of
-    those versions with. If a version's accesses cannot be counted, the reason is shown. Raises
-    ResultsError, RequestError, or BuildError if a version does not compile.
+    those versions with. verdicts: the judge's reports on versions, or why there is none. If a
+    version's accesses cannot be counted, the reason is shown. Raises ResultsError, RequestError, or
+    BuildError if a version does not compile.
     """
     if gpu:
         find_gpu(gpu)  # fail on an unknown name before minutes of counting
     measured = [Measured(path, read(path)) for path in files]
     kernels = _record(versions, shape, timeout_s)
-    predictions: dict[str, Picture | str] = {}
+    for kernel in kernels:
+        if isinstance(found := verdicts.get(kernel.name), Report):
+            kernel.found_wrong = found.failures
+    predictions: dict[str, Bars | str] = {}
     if gpu:
         results = [one.file for one in measured]
         for kernel in tqdm(kernels, "predicting", unit="", disable=None):
             makes = kernel.name in predict
             row = _predicted(kernel, gpu, shape, results, profiled, makes=makes)
-            predictions[kernel.name] = _chart(row, gpu, results) if row else NO_PREDICTION
+            predictions[kernel.name] = _bars(row, gpu, results) if row else NO_PREDICTION
             if row:
                 kernel.stalls, kernel.what_ifs = recorded(row), what_ifs(row)
-    by_name = {kernel.name: kernel for kernel in kernels}
-    steps = [
-        (by_name[before], by_name[name])
-        for name, before in ladder.predecessors(versions).items()
-        if before
-    ]
     short = [kernel.version.name for kernel in kernels]
     labels = {
         k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
@@ -100,6 +99,7 @@ def make_page(
         "right": _is_right,
         "figure": "{:,}".format,
         "percent": _percent,
+        "line_links": _line_links,
     }
     return environment.get_template("page.html").render(
         policy="default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -110,8 +110,8 @@ def make_page(
         kernels=kernels,
         predictions=predictions,
         labels=labels,
-        steps=steps,
-        figures=_script_data({k.slug: {"name": labels[k.name]} | k.figures for k in kernels}),
+        verdicts=verdicts,
+        most_failures=SHOWN_FAILURES,
         files=measured,
         counters=source.COUNTERS,
         lane_map=lanes.lane_map,
@@ -120,12 +120,34 @@ def make_page(
         turns=_turns,
         compared_lines=_compared_lines,
         tie=TIE,
-        counts=_download(_counts(kernels, shape)),
-        json_of=lambda one: _download(msgspec.json.encode(one.file)),
     )
 
 
 NO_PREDICTION = "no prediction committed"
+SHOWN_FAILURES = 5
+
+
+class Bar(NamedTuple):
+    """One time of a prediction."""
+
+    name: str
+    note: str
+    us: float
+    kind: str
+    """"need", "lost", "predicted" or "measured"."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A prediction, its parts, and the measurements of the same version file."""
+
+    title: str
+    bars: list[Bar]
+
+    @property
+    def longest(self) -> float:
+        """The longest time in microseconds."""
+        return max(bar.us for bar in self.bars)
 
 
 @dataclass(frozen=True)
@@ -134,7 +156,6 @@ class Picture:
 
     title: str
     svg: bytes
-    remark: str = ""
     table: Table | None = None
     """The figures that the chart shows."""
 
@@ -231,19 +252,29 @@ def _predicted(
     return found[-1] if found else None
 
 
-def _chart(row: Row, gpu: str, files: Sequence[File]) -> Picture | str:
-    """Chart a prediction, or return the reason against it."""
+def _bars(row: Row, gpu: str, files: Sequence[File]) -> Bars | str:
+    """Return the parts of a prediction, or the reason against it."""
     if not row.samples:
         return row.reason
-    card = find_gpu(gpu)
-    measured = [
-        (file.task, one)
-        for file in timed_on(card, files)
-        for one in timings_of(row, main_rows(file))
+    card, found = find_gpu(gpu), row.extra
+    notes = {"load-store unit": "shared memory, L1 and shuffles together"}
+    needs = sorted(found["needs_us"].items(), key=lambda need: -need[1])
+    bars = [Bar(name, notes.get(name, ""), us, "need") for name, us in needs if us >= 0.05]
+    bars += [
+        Bar(name, note, found[key], "lost")
+        for name, note, key in (
+            ("latency", "warps wait for results, barriers and each other", "waiting_us"),
+            ("uneven blocks", "multiprocessors without work", "uneven_us"),
+            ("launch", "", "launch_us"),
+        )
+        if found.get(key)
     ]
-    title = f"Predicted for {card.name}, microseconds, {row.kernel}"
-    remark = "Grey is the time that a resource would need if it were always busy."
-    return Picture(title, charts.prediction_bars(row, measured), remark)
+    bars.append(Bar("predicted", f"bound by {found['bound']}", row.median, "predicted"))
+    for file in timed_on(card, files):
+        for one in timings_of(row, main_rows(file)):
+            note = f"{file.task}; predicted {row.median / one.median:.2f} times"
+            bars.append(Bar("measured", note, one.median, "measured"))
+    return Bars(f"Predicted for {card.name}, microseconds, {row.kernel}", bars)
 
 
 def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: float) -> list[Kernel]:
@@ -284,36 +315,6 @@ def _compared_lines(found: Comparison) -> Table:
     return explained.lines_table(f"Of {found.samples:,} samples of stalls", lines)
 
 
-def _counts(kernels: Sequence[Kernel], shape: Shape) -> bytes:
-    """Return the counts as JSON."""
-    found = {
-        kernel.name: {
-            "source_digest": hashlib.sha256(kernel.version.path.read_bytes()).hexdigest(),
-            "refused": kernel.refused,
-            "accesses": [_count(a) for a in kernel.recording.accesses] if kernel.recording else [],
-        }
-        for kernel in kernels
-    }
-    return msgspec.json.encode({"shape": shape, "kernels": found})
-
-
-def _count(access: Access) -> dict[str, Any]:
-    """Return an access with its offsets as runs: first lane, last lane, offset, step."""
-    found = dataclasses.asdict(access)
-    found["costliest"]["offsets"] = source.runs(access.costliest.offsets)
-    return found
-
-
-def _script_data(found: Any) -> Markup:
-    """Return JSON for a script element, which no text in it can end."""
-    return Markup(msgspec.json.encode(found).decode().replace("<", "\\u003c"))
-
-
-def _download(content: bytes) -> str:
-    packed = gzip.compress(content, mtime=0)
-    return f"data:application/gzip;base64,{base64.b64encode(packed).decode()}"
-
-
 def _text(name: str) -> str:
     return resources.files(__name__).joinpath(name).read_text("utf-8")
 
@@ -331,6 +332,12 @@ def _code(text: str) -> Markup:
 def _spans(text: str) -> Iterator[Markup]:
     for i, part in enumerate(re.split(r"`([^`]*)`", text)):
         yield Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
+
+
+def _line_links(text: str, kernel: Kernel) -> Markup:
+    """Return a text in which each line of the kernel's source is a link to it."""
+    link = rf'<a href="#{kernel.slug}:\1">\g<0></a>'
+    return Markup(kernel.place.sub(link, str(escape(text))))
 
 
 def _percent(share: float, digits: int = 1) -> str:

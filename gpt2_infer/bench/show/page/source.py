@@ -8,15 +8,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from markupsafe import Markup, escape
 from pygments.lexers.c_cpp import CppLexer
 from pygments.token import Comment, Keyword, Literal
 
-from attention_kernels.inspection.accesses import KINDS, Access, Recording
+from attention_kernels.inspection.accesses import Access, Recording
 from attention_kernels.inspection.advice import Advice
 from attention_kernels.inspection.nsight import ComparedLine, Comparison
+from attention_kernels.judge.conformance import Failure
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import stalls
 from gpt2_infer.bench.show.figures import group_by
@@ -53,6 +53,8 @@ class Line:
     stalls: stalls.Line | None = None
     measured: ComparedLine | None = None
     """Its stalls in a profiler's report."""
+    fault: str = ""
+    """The first thing that the judge found wrong there."""
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -72,11 +74,26 @@ class Kernel:
     stalls: Stalls | None = None
     what_ifs: Sequence[Advice] = ()
     compared: Comparison | None = None
+    found_wrong: Sequence[Failure] = ()
+    """What the judge found, in the order in which it did."""
 
     @property
     def slug(self) -> str:
         """The identifier in the page's URL fragments."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+    @cached_property
+    def failures(self) -> list[Failure]:
+        """What the judge found wrong, once each: what names a line, such as a race, first."""
+        by_reason: dict[str, Failure] = {}
+        for failure in self.found_wrong:
+            by_reason.setdefault(failure.why, failure)
+        return sorted(by_reason.values(), key=lambda one: not self.place.search(one.why))
+
+    @property
+    def place(self) -> re.Pattern[str]:
+        """What a message calls a line of the source."""
+        return re.compile(rf"\b{re.escape(self.version.path.name)}:(\d+)")
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -94,6 +111,11 @@ class Kernel:
         for compared in self.compared.lines if self.compared else ():
             if compared.line and compared.measured:
                 found[compared.line - 1].measured = compared
+        for failure in self.failures:
+            for number in {int(at[1]) for at in self.place.finditer(failure.why)}:
+                # Several cases may fail at a line; a kernel's own message may name any number.
+                if 0 < number <= len(found) and not found[number - 1].fault:
+                    found[number - 1].fault = failure.why
         _heat(found, MEASURED, [line.measured.measured if line.measured else 0.0 for line in found])
         _heat(found, STALLS, [line.stalls.share if line.stalls else 0.0 for line in found])
         while found and not found[-1].text:
@@ -105,33 +127,9 @@ class Kernel:
         """The source without the opening comment, which differs in every version."""
         return [*itertools.dropwhile(lambda line: line.text[:2] in ("", "//"), self.lines)]
 
-    @property
-    def figures(self) -> dict[str, Any]:
-        """What the page's script compares: sums by kind of access, times, figures by line."""
-        found = self.stalls
-        return {
-            "counts": {" ".join(key): total for key, total in self._totals if total},
-            "times": {name: round(us, 3) for name, us in found.times_us.items()} if found else {},
-            "lines": {
-                line.number: [*line.counts.values(), self.stall_us(line)]
-                for line in self.body
-                if line.accesses or line.stalls
-            },
-        }
-
     def stall_us(self, line: Line) -> float:
         """Return the part of the predicted time that warps stall at a line."""
         return round(self.stalls.us(line.stalls.share), 3) if self.stalls and line.stalls else 0.0
-
-    @property
-    def _totals(self) -> Iterator[tuple[tuple[str, str, str], int]]:
-        """Yield sums over all accesses, by memory, kind of access and counter."""
-        accesses = self.recording.accesses if self.recording else []
-        for memory in ("shared", "global"):
-            for kind in KINDS:
-                mine = [a for a in accesses if (a.memory, a.kind) == (memory, kind)]
-                for counter in COUNTERS:
-                    yield (memory, kind, counter), sum(getattr(a, counter) for a in mine)
 
 
 def _heat(lines: Sequence[Line], column: str, values: Sequence[float]) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("jinja2")
@@ -11,7 +9,7 @@ from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import prediction_row
 from gpt2_infer.bench.record import KernelCell, Row, Shape
 from gpt2_infer.bench.show import page
-from gpt2_infer.bench.show.page import Picture, _chart, _predicted
+from gpt2_infer.bench.show.page import Bars, _bars, _predicted
 from gpt2_infer.bench.show.page.source import Kernel
 from tests.gpt2_infer.bench.common import file_of, kernels, stalls
 
@@ -41,10 +39,10 @@ def test_a_prediction_is_drawn_with_the_time_of_the_same_file():
     kernel, files = Kernel(NAME, version, 64, None), [predictions, timing]
     found = _predicted(kernel, "h200", Shape(seqlen=128), files, makes=False)
     assert found is row
-    picture = _chart(row, "h200", files)
-    assert isinstance(picture, Picture)
-    own = ["30.0", "20.0", "10.0", "19.0", "1.0", "60.0"]
-    assert re.findall(r">(\d\d?\.\d)<", picture.svg.decode()) == [*own, "50.0"]
+    shown = _bars(row, "h200", files)
+    assert isinstance(shown, Bars)
+    assert [bar.us for bar in shown.bars] == [30.0, 20.0, 10.0, 19.0, 1.0, 60.0, 50.0]
+    assert shown.bars[-1].note == "kernel-test; predicted 1.20 times"
     row.extra["version_digest"] = "of other code"
     assert _predicted(kernel, "h200", Shape(seqlen=128), files, makes=False) is None
 
