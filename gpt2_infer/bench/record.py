@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
