@@ -302,7 +302,6 @@ LAYOUTS["batch"] = Layout(
         columns.DTYPE,
         columns.CONTENDER,
         Column("prompts", columns.extra("prompts"), "{:,}"),
-        Column("start, s", columns.beside("start"), "{:.1f}"),
         Column("seconds", columns.first(lambda row: with_spread(row, "{:.2f}"))),
         columns.RATE,
         columns.CALL_RATE,
