@@ -69,10 +69,10 @@ def likely(files: Sequence[File], *, on_tensor_cores: bool) -> Likely | None:
     by_name = {gpu.name: gpu for gpu in gpus().values()}
     ratios = []
     for file in files:
-        if file.study["kind"] == "prediction":
+        if file.study["kind"] == "prediction" and file.study.get("gpu") in by_name:
             timings = timed_on(by_name[file.study["gpu"]], files)
             timed = [row for timing in timings for row in timing.of("time")]
-            rows = (row for row in file.rows if row.samples)
+            rows = (row for row in file.rows if row.samples and "needs_us" in row.extra)
             alike = [x for x in rows if uses_tensor_cores(x.extra["needs_us"]) == on_tensor_cores]
             medians = ((row, timings_of(row, timed)) for row in alike)
             ratios += [found[0].median / row.median for row, found in medians if found]

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from gpt2_infer.errors import GPT2InferError
-from gpt2_infer.files import read_file
+from gpt2_infer.files import check_writable, read_file
 
 BASELINE = "NAIVE_PYTORCH"
 DEVICES = ("h200", "h100", "cpu")
@@ -29,7 +28,7 @@ TIMES = ("time", "generation", "call", "predicted time")
 _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 TaskName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[a-z0-9_-]+$")]
-AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Dtype: TypeAlias = Annotated[str, msgspec.Meta(pattern="^(float16|bfloat16|float32|float64)$")]
 _Error: TypeAlias = Annotated[float, msgspec.Meta(ge=0)] | None
 Status: TypeAlias = Literal["ok", "failed", "refused", "emulated"]
@@ -288,8 +287,10 @@ def read(path: Path) -> File:
         file = msgspec.json.decode(read_file(path), type=File)
         if "kind" not in file.study:
             raise msgspec.ValidationError("its study has no kind")
+        if not file.rows:
+            raise msgspec.ValidationError("it has no rows")
         for row in file.rows:
-            if isinstance(row.cell.get("seqlen"), int):
+            if "seqlen" in row.cell:
                 msgspec.convert(row.cell, KernelCell if "dtype" in row.cell else Shape)
             if not (row.samples or row.reason):
                 raise msgspec.ValidationError("a row has neither samples nor a reason")
@@ -316,16 +317,10 @@ def newest(folder: Path, task: str, device: str = "") -> Path:
 
 
 def check_output(path: Path) -> None:
-    """Raise ResultsError if a run could not write there; an existing file is never overwritten."""
+    """Raise ResultsError if the file exists, which is never overwritten, or check_writable()'s."""
+    check_writable(path)
     if path.exists():
         raise ResultsError(f"{path} exists: name another file, or delete it")
-    if not path.parent.is_dir():
-        raise ResultsError(f"there is no folder {path.parent}")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def schema() -> str:

@@ -168,14 +168,17 @@ def to_json(one: Prediction) -> dict[str, Any]:
 def _read_results(folder: Path | None) -> list[File]:
     """Read a folder of results; name skipped files on standard error.
 
-    Raises RequestError if the folder does not exist.
+    Raises RequestError for a given folder that does not exist or has no such file.
     """
     from gpt2_infer.bench.record import ResultsError, read
 
     if folder is not None and not folder.is_dir():
         raise RequestError(f"--results: there is no folder {folder}")
     found = []
-    for path in sorted((folder or Path("results")).glob("*.json")):
+    paths = sorted((folder or Path("results")).glob("*.json"))
+    if folder and not paths:
+        raise RequestError(f"--results: {folder} has no results file, *.json")
+    for path in paths:
         try:
             found.append(read(path))
         except ResultsError as error:

@@ -11,6 +11,7 @@ from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.kernels import usual_head_dim, versions_of
 from gpt2_infer.cli.options import HEAD_DIM, POSITIVE, PROFILE, SEQLEN, TIMEOUT, seconds
 from gpt2_infer.errors import RequestError
+from gpt2_infer.files import check_writable
 
 if TYPE_CHECKING:
     from attention_kernels.judge.conformance import Report
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gpt2_infer.bench import selection
     from gpt2_infer.bench.record import Shape
 
+    check_writable(arguments.out)
     files = [Path(name) for name in arguments.names if name.endswith(".json")]
     versions = selection.versions_of(arguments.family) if arguments.family else {}
     own = versions_of(name for name in arguments.names if not name.endswith(".json"))

@@ -17,6 +17,7 @@ import anyio
 from anyio import from_thread, to_thread
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.utilities.func_metadata import ArgModelBase
 from pydantic import BaseModel, Field
 
 from attention_kernels.child import ending
@@ -31,6 +32,8 @@ from gpt2_infer.cli import predict as predict_command
 from gpt2_infer.cli.console import EXIT_BAD_INPUT, EXIT_FAILED, message_of
 from gpt2_infer.cli.options import DEFAULT_PROMPT
 from gpt2_infer.cli.verdict import Verdicts, verdicts
+
+ArgModelBase.model_config["extra"] = "forbid"  # of every tool: an unknown argument is an error
 
 T = TypeVar("T")
 Device: TypeAlias = Literal["cuda", "cpu"]

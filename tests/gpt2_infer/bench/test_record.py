@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpt2_infer import RequestError
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import (
     SCHEMA,
@@ -19,6 +20,7 @@ from gpt2_infer.bench.record import (
     read,
     schema,
 )
+from gpt2_infer.files import check_writable
 from tests.gpt2_infer.bench.common import generation, inspection, kernels, profile
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -57,6 +59,9 @@ def change(path: str, value: object):
         (change("rows.0.more", 1), "contains unknown field `more`"),
         (change("rows.0.cell.seqlen", [1]), "Expected `bool | int | str`, got `array`"),
         (change("rows.0.cell.seqlen", -8), "Expected `int` >= 1"),
+        (change("rows.0.cell.seqlen", 10**30), "Expected `int`"),
+        (change("rows.0.cell.seqlen", "8"), "Expected `int`, got `str`"),
+        (change("rows", []), "it has no rows"),
         (change("rows.0.check.error", None), "missing required field `error`"),
         (change("rows.0.cell.dtype", "float8"), "matching regex"),
         (change("rows.0.samples", [1.0, 0.0, 1.0]), "a time is not positive"),
@@ -106,10 +111,13 @@ def test_an_unusable_output_is_refused_before_the_run(tmp_path):
     file.touch()
     with pytest.raises(ResultsError, match="exists: name another file"):
         check_output(file)
-    with pytest.raises(ResultsError, match="there is no folder"):
-        check_output(tmp_path / "none" / "r.json")
-    with pytest.raises(ResultsError, match="cannot be written"):
-        check_output(Path("/proc/r.json"))
+    for path, words in (
+        ("/proc/r.json", "cannot be written"),
+        ("/", "is a folder"),
+        ("/no/such/r.json", "there is no folder"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            check_writable(Path(path))
 
 
 def test_the_newest_results_of_a_task_are_used(tmp_path):

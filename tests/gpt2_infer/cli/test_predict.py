@@ -43,6 +43,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_predict_shows_the_largest_parts_and_the_bound(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    kernels().write(tmp_path / "r.json")
     command = ["predict", "CUSTOM_CUDA_VERSION_12", "--results", str(tmp_path)]
     assert main(command) == 0
     shown = capsys.readouterr().out
@@ -124,6 +125,10 @@ def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned() -> No
     assert likely([predictions, timings], on_tensor_cores=True) == pytest.approx((2.0, 2.0, 20))
     few = file_of("prediction", rows[:10], settings={"gpu": "H200 SXM"})
     assert likely([few, timings], on_tensor_cores=False) is None
+    lacking = file_of("prediction", [prediction_row("A1", KernelCell(128), "1", samples=[10.0])])
+    lacking.study["gpu"] = "H200 SXM"
+    elsewhere = file_of("prediction", rows, settings={"gpu": "another"})
+    assert likely([lacking, elsewhere, timings], on_tensor_cores=False) is None
 
 
 @pytest.mark.usefixtures("predicted")
@@ -181,18 +186,18 @@ def test_a_triton_file_is_not_predicted_as_python(
 
 
 def test_what_was_assumed_and_chosen_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     found = dataclasses.replace(FOUND, assumed=("FOO is an addition",), choice="block_m=64")
     monkeypatch.setattr(binary, "predict_kernel", lambda *_: found)
-    command = ["predict", "any.so", "--kernel=k", "--grid=3", "--block=64", "--results"]
-    folder = str(Path(__file__).parent)
-    assert main([*command, folder]) == 0
+    monkeypatch.chdir(tmp_path)  # without results
+    command = ["predict", "any.so", "--kernel=k", "--grid=3", "--block=64"]
+    assert main(command) == 0
     shown = capsys.readouterr().out
     assert "k of any.so on H200 SXM: 3x1x1 blocks of 64x1x1 threads" in shown
     assert "assumed: FOO is an addition" in shown
     assert "block_m=64" in shown
-    assert main([*command, folder, "--json"]) == 0
+    assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["assumed"] == ["FOO is an addition"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -26,6 +27,7 @@ from markupsafe import Markup, escape
 from tqdm import tqdm
 
 from attention_kernels import UnsupportedError
+from attention_kernels.errors import describe
 from attention_kernels.inspection import nsight
 from attention_kernels.inspection.accesses import BY_LANE, Recording, record
 from attention_kernels.inspection.nsight import Comparison, Sampled
@@ -33,7 +35,7 @@ from attention_kernels.judge.conformance import Report
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import find_gpu, timed_on
-from gpt2_infer.bench.record import File, KernelCell, Row, Shape, read
+from gpt2_infer.bench.record import File, KernelCell, ResultsError, Row, Shape, read
 from gpt2_infer.bench.show import charts, explained
 from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
 from gpt2_infer.bench.show.page import lanes, source
@@ -68,7 +70,7 @@ def make_page(
     """
     if gpu:
         find_gpu(gpu)  # fail on an unknown name before minutes of counting
-    measured = [Measured(path, read(path)) for path in files]
+    measured = [_measured(path) for path in files]
     kernels = _record(versions, shape, timeout_s)
     for kernel in kernels:
         if isinstance(found := verdicts.get(kernel.name), Report):
@@ -177,12 +179,12 @@ class Measured:
         """The identifier in the page's URL fragments."""
         return re.sub(r"[^a-z0-9]+", "-", self.path.stem.lower())
 
-    @property
+    @functools.cached_property
     def tables(self) -> list[Table]:
         """The same tables as in the documents."""
         return tables(self.path.name, self.file)
 
-    @property
+    @functools.cached_property
     def pictures(self) -> list[Picture]:
         """The charts of the file."""
         drawn = charts.render(self.file).items()
@@ -206,6 +208,20 @@ class Measured:
         for name, value in msgspec.to_builtins(self.file.provenance).items():
             if value is not None:
                 yield name.replace("_", " "), _words(value)
+
+
+def _measured(path: Path) -> Measured:
+    """Read and draw a file before minutes of counting.
+
+    Raises ResultsError, also if it lacks what other files of its kind have.
+    """
+    found = Measured(path, read(path))
+    try:
+        _ = found.tables, found.pictures, [*found.warnings]
+    except Exception as error:
+        kind, reason = found.file.study["kind"], describe(error)
+        raise ResultsError(f"{path} is not as studies of kind {kind} are: {reason}") from error
+    return found
 
 
 def _words(value: Any) -> str:
