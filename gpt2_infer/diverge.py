@@ -269,7 +269,7 @@ def diverge(
             mode=mode,
             ignore_eos=True,
             engine=cast("EngineName", engine),
-            check_finite=False,
+            check_finite=not specs,  # without the check no fused engine runs
         )
         for engine in engines
     ]
@@ -329,7 +329,7 @@ def _write(
             engine.step(step)
             own = engine.own_logits(step)
             logits[step] = (recorder.logits if own is None else own)[0]
-            found.tokens[0].append(int(engine.newest[0]))
+            found.tokens[0].append(max(0, int(engine.newest[0])))  # -1 is read as 0
             if fed:
                 engine.newest[0] = engine.tokens[0, len(prompt) + step] = fed[step]
     return found

@@ -56,7 +56,8 @@ def captured(monkeypatch):
     monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 8)
     monkeypatch.setattr(base, "pool_bytes", lambda graph: 1000)
     monkeypatch.setattr(fused, "shape_on", shape_on)
-    monkeypatch.setattr(engines, "_reasons", lambda *_: [])
+    for kind in (engines.Recompute, engines.Cached, Fused):
+        monkeypatch.setattr(kind, "refusals", lambda *_: [])
     monkeypatch.setattr(engines, "room", lambda device: 2**30)
     monkeypatch.setattr(engines, "FusedOnCPU", Fused)
     # On a CPU these read values, which a graph cannot do.
@@ -214,7 +215,8 @@ def test_an_engine_serves_one_call_at_a_time(captured):
 
 @pytest.mark.parametrize("engine", ["graph", "fused"])
 def test_a_cpu_keeps_no_engine(engine, monkeypatch):
-    monkeypatch.setattr(engines, "_reasons", lambda *_: [])
+    for kind in (engines.Cached, engines.FusedOnCPU):
+        monkeypatch.setattr(kind, "refusals", lambda *_: [])
     model = random_model(CONFIG)
     request = request_for(model, PROMPTS, max_new_tokens=5, mode="kv-cache", engine=engine)
     lent, keep = lend_engine(model, request)
