@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2_infer.bench import models
+from gpt2_infer.bench.limits import read_bandwidth
 from gpt2_infer.bench.record import DecodeCell, Row
 from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subject
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
-from gpt2_infer.device_time import read_bandwidth
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
 from gpt2_infer.model import GPT2, KVCache

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpt2_infer import GPT2, Sampling, generate
-from gpt2_infer.device_time import read_bandwidth
+from gpt2_infer.bench.limits import read_bandwidth
 from gpt2_infer.diverge import diverge
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.request import MODES
