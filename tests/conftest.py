@@ -195,6 +195,18 @@ def shared_by_workers(factory: pytest.TempPathFactory, name: str) -> Iterator[Pa
         yield folder / name
 
 
+def version_file(name: str, text: str) -> Path:
+    """Write a version file to a path that depends on its text alone: the next run has its build."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    file = Path(__file__).parents[1] / ".pytest_cache" / "kernels" / digest / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        scratch = file.with_suffix(f".{os.getpid()}")  # other workers may read it
+        scratch.write_text(text, "utf-8")
+        scratch.replace(file)
+    return file
+
+
 def usable(name: str, device: str) -> BackendSpec:
     """Return the backend, or skip the test where it cannot run."""
     from attention_kernels import get_backend

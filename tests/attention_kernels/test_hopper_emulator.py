@@ -14,7 +14,7 @@ import torch
 
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import faulty_op
+from tests.attention_kernels.conftest import BUILDS, faulty_op
 from tests.conftest import on_every_device
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
@@ -329,7 +329,7 @@ class FaultParams(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_void_p) for name in "qkvo"), ("fault", ctypes.c_int))
 
 
-@pytest.fixture(scope="module", params=["", "races"])
+@pytest.fixture(scope="module", params=BUILDS)
 def faulty(request):
     """Run the kernel with a fault; return its message, its largest error and the build."""
     op = faulty_op(FAULTY, request.param)

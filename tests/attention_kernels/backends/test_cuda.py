@@ -108,13 +108,13 @@ def test_attention_starts_early_where_its_blocks_spread_out(
 
 
 @pytest.fixture(scope="module")
-def hasty(tmp_path_factory):
+def hasty():
     """Return version 27 with blocks that copy keys before they wait for them."""
     source = usable("CUSTOM_CUDA_VERSION_27", "cpu").version.path
     wait = "  ptx::wait_for_previous();\n"
     copy = "  copy_keys(n_begin);\n  __pipeline_commit();\n"
     late = f"{copy}  __pipeline_wait_prior(0);\n{wait}"
-    return changed(source, tmp_path_factory.mktemp("hasty"), (wait + copy, late))
+    return changed(source, (wait + copy, late))
 
 
 def equal_scores(score: float, seqlen: int, dtype: torch.dtype, device: str):
@@ -375,12 +375,11 @@ def test_the_alias_takes_what_its_versions_take(alias):
 
 @pytest.mark.slow
 @on_every_device
-def test_a_sum_kept_in_the_tensor_cores_fails(device, tmp_path):
+def test_a_sum_kept_in_the_tensor_cores_fails(device):
     """With O as the accumulator of all tiles, the bits that each instruction cuts off add up."""
     right = usable("CUSTOM_CUDA_VERSION_19", device)
     chained = changed(
         right.version.path,
-        tmp_path,
         ("float rPV[kColumns / 8][4] = {};", "auto& rPV = rO;"),
         ("rO[first / 8 + d][i] += rPV[d][i];", ";"),
     )

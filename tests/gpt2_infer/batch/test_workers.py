@@ -66,6 +66,7 @@ def job(save_checkpoint, tmp_path):
     return run, contents(tmp_path / "expected")
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(job, tmp_path, monkeypatch):
     run, expected = job
     out, rng = tmp_path / "out", random.Random(0)

@@ -303,9 +303,7 @@ def test_a_missing_wait_is_caught(wait, droppable, monkeypatch):
     portable = WAITS[wait][0] == "struct ThreadWeights"
     monkeypatch.setenv("DROPPED_WAIT", str(wait))
     with pytest.raises((AssertionError, RuntimeError)) as caught:
-        check_steps(
-            random_model(config), [260 if in_cluster else 5], 2, 2e-4, portable=portable
-        )
+        check_steps(random_model(config), [260 if in_cluster else 5], 2, 2e-4, portable=portable)
     assert not isinstance(caught.value, BuildError)
 
 

@@ -214,6 +214,7 @@ def test_an_engine_serves_one_call_at_a_time(captured):
     assert {lend(model)[0], lend(model)[0]} == {one, two}
 
 
+@pytest.mark.slow
 def test_a_study_calls_generate_with_the_portable_step(captured, monkeypatch):
     made, step = [], fused.Step
 
