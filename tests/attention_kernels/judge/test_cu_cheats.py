@@ -124,7 +124,3 @@ def test_a_cheat_is_caught_on_a_gpu(cheat, find):
 @pytest.mark.usefixtures("busy_machine")
 def test_an_honest_one_passes_and_is_timed(by, device, find):
     assert find(Cheat(f"honest_{by}", "", by), device) == "passed"
-
-
-def test_there_are_fifty_kinds_of_cheats():
-    assert len({cheat.name for cheat in CHEATS}) == len(CHEATS) >= 50
