@@ -171,7 +171,7 @@ def attention(q, k, v, scale, causal):
     threading.Thread(target=work).start()
     return o
 """,
-        "error|the timed outputs are wrong",
+        "error|not finite|the timed outputs are wrong",
     ),
     "looks_for_the_answer": (
         """
