@@ -30,6 +30,7 @@ _MEANINGS = {
     signal.SIGKILL: "from outside, most likely by the system for lack of memory",
 }
 _PR_SET_DUMPABLE = 4
+_PR_SET_PDEATHSIG = 1
 # For `python -c`, the current folder is first on the path, and an http.py there would be imported.
 # Python 3.10 has no option -P. What multiprocessing appends, "-c" and a program, becomes sys.argv.
 _SAFELY = "import sys; sys.path = [*filter(None, sys.path)]; exec(sys.argv.pop())"
@@ -39,6 +40,12 @@ def hide() -> None:
     """Deny other processes of this user to read this one's memory or to trace it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def start_server() -> None:

@@ -131,6 +131,8 @@ def run(
     if request.config != model.config:
         raise RequestError("the request was made for a model with another configuration")
     model = model.up_to(max(map(len, request.rows)) + request.max_new_tokens)
+    if on_text is not None and not callable(on_text):
+        raise RequestError(f"on_text must be callable, not {on_text!r}")
     if on_text and request.tokenizer is None:
         raise RequestError("streamed text needs a model with a tokenizer")
     watchers = [Watcher(request, row, on_text) for row in range(len(request.rows))]

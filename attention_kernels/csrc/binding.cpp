@@ -137,6 +137,13 @@ void check_limits(int64_t seqlen, const Named& q, std::initializer_list<Named> o
   if (!reasons.empty()) refuse(reasons);
 }
 
+// A version's own host code may divide by a setting, so a wrong one is reported before that runs.
+void check_settings() {
+#ifdef ATTENTION_EMULATOR
+  if (const std::string wrong = emulator::wrong_setting(); !wrong.empty()) fail(wrong);
+#endif
+}
+
 // Returns whether the launch ran nothing and can never succeed on this device.
 bool is_refusal(cudaError_t error) {
   return error == cudaErrorInvalidValue || error == cudaErrorInvalidConfiguration ||
@@ -235,6 +242,7 @@ Tensor launch(AnyParams params, const Tensor& q) {
   const cudaStream_t stream = current_stream(q);
   const Tensor o = empty({q.size(0), q.size(1), q.size(2), q.size(3)}, dtype_of(q), q);
   if (o.numel() == 0) return o;
+  check_settings();
   params.q = q.const_data_ptr();
   params.o = o.mutable_data_ptr();
   params.q_strides = strides_of(q);
@@ -311,6 +319,7 @@ void run_struct(Tensor on, Tensor params) {
 #ifndef ATTENTION_EMULATOR
   const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
 #endif
+  check_settings();
   const int error = version.launch(params.const_data_ptr(), current_stream(on));
   check_launch(static_cast<cudaError_t>(error), on, "");
 }

@@ -330,7 +330,7 @@ def open_runner(
     """
     spec, name = (_known(what), what) if isinstance(what, str) else (what, _name(what))
     try:
-        if name:
+        if name or spec is None:
             return Worker(name, device, timeout_s=timeout_s, races=races, meanwhile=meanwhile)
     except UnknownBackendError:
         if spec is None:

@@ -115,12 +115,18 @@ def test_an_endless_block_ends_in_its_time(spec, fault, threads, monkeypatch):
         ("ORDER", "shuffle:"),
         ("THREADS", "-1"),
         ("POISON", "xyz"),
+        ("POISON", "-1"),
+        ("POISON", "123456789"),
         ("ARCH", "1"),
+        ("ARCH", "90a"),
         ("MULTIPROCESSORS", "none"),
+        ("MULTIPROCESSORS", "0"),
+        ("MULTIPROCESSORS", "8 or so"),
+        ("MULTIPROCESSORS", "9999999999"),
     ],
 )
 def test_a_wrong_setting_is_reported_as_such(spec, variable, value, monkeypatch):
-    """The message must not blame the head_dim."""
+    """The message must not blame the head_dim; scratch_floats() divides by MULTIPROCESSORS."""
     monkeypatch.setenv(f"ATTENTION_EMULATOR_{variable}", value)
     with pytest.raises(RuntimeError) as caught:
         launch(spec, RIGHT)
