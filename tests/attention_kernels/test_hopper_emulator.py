@@ -123,7 +123,9 @@ def multiply(a, b, c, device, transposed, registers):
 
 @pytest.mark.parametrize("registers", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("columns", [32, 64, 128])
+@pytest.mark.parametrize(
+    "columns", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (32, 128))]
+)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
 def test_products_are_right(dtype, columns, transposed, registers):
     a, b, c = operands(dtype, "normal", columns, 1)
