@@ -21,7 +21,7 @@ WIDE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("is_emulated", [True, False])
+@pytest.mark.parametrize("is_emulated", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_every_planted_fault_meets_a_case_and_most_of_them_a_quick_one(is_emulated):
     """python -m tests.attention_kernels.judge.faults tells what 100 seeds miss."""
     whole = cases_of(0, is_emulated=is_emulated)
