@@ -18,7 +18,7 @@ class UnknownBackendError(AttentionError, LookupError):
         self.nearest = list(nearest)
         """The registered names most similar to it, if any."""
         hint = f": did you mean {' or '.join(self.nearest)}?" if self.nearest else ""
-        super().__init__(f"unknown attention backend {name!r}{hint}")
+        super().__init__(f"unknown attention backend {repr(name)[:1000]}{hint}")
 
 
 class UnavailableBackendError(AttentionError, RuntimeError):

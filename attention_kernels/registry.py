@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
 ENTRY_POINT_GROUP = "attention_kernels.backends"
+LONGEST = 100  # letters of a name that are compared with others: a longer one is no typing error
 SLOW_PLUGIN_S = 3.0  # a plug-in that takes longer to import is reported on stderr
 DECODES_ONLY, NO_DECODE = "it has a decode kernel only", "it has no decode kernel"
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -432,6 +433,8 @@ def stand_in(name: str) -> BackendSpec:
 
 
 def _key(name: str) -> str:
+    if not isinstance(name, str):
+        raise UnknownBackendError(name, [])
     return name.strip().upper().replace("-", "_")
 
 
@@ -443,6 +446,7 @@ def preferred_device(spec: BackendSpec) -> str:
 def _nearest(key: str) -> list[str]:
     """Return up to three names that resemble `key`, or else have a word that does."""
     names = [*_specs]  # a copy, because another thread may register a backend
+    key = key[:LONGEST]
     whole = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     words = [
         name

@@ -1,6 +1,6 @@
 """`python -m gpt2_infer` is `gpt2-infer`."""
 
-from gpt2_infer.cli import main
+from gpt2_infer.cli import program
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(program())

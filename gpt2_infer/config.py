@@ -52,7 +52,7 @@ summary_activation summary_first_dropout summary_proj_to_labels summary_type sum
 task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
 transformers.js_config transformers_version unk_token_id unsloth_version use_bfloat16 use_cache
 """
-_Size = Annotated[int, msgspec.Meta(ge=1)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class GPT2Config:
     vocab_size: _Size = 50257
     n_positions: _Size = 1024
     n_embd: _Size = 768
-    n_layer: _Size = 12
+    n_layer: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 12  # each layer is built in Python
     n_head: _Size = 12
     n_inner: _Size | None = None
     activation_function: str = "gelu_new"

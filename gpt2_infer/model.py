@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention_kernels import (
@@ -35,9 +34,8 @@ from gpt2_infer.checkpoint import (
     resolve_device,
     resolve_dtype,
 )
-from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config, ProductsName
-from gpt2_infer.errors import ConfigError, RequestError
+from gpt2_infer.errors import ConfigError, RequestError, check_integer, check_type
 from gpt2_infer.linear import (
     Linear,
     project,
@@ -448,11 +446,12 @@ class GPT2(nn.Module):
         logits_to_keep: as in transformers: the last n positions, 0 for all, or a tensor of
         positions. With seqlens the last position is each row's own, and logits_to_keep must be 1.
         cache: a KVCache to fill, whose rows (or slots) are free. Returns (batch, kept, vocab_size).
+        Raises RequestError; but on CUDA, ids outside the vocabulary fail an assertion of torch's.
         """
         check_type("tokens", tokens, Tensor)
-        if tokens.dim() != 2 or tokens.dtype != torch.long:
+        if tokens.dim() != 2 or tokens.dtype != torch.long or not len(tokens):
             raise RequestError(
-                "tokens must be int64 (batch, seqlen), not "
+                "tokens must be int64 (batch, seqlen) with one row or more, not "
                 f"{dtype_name(tokens.dtype)} {tuple(tokens.shape)}"
             )
         batch, seqlen = tokens.shape
@@ -489,12 +488,12 @@ class GPT2(nn.Module):
         """Append one token per row and return the logits after it.
 
         tokens: int64 (batch,). Every row must have room: cache.seqlens < max_seqlen.
-        Returns (batch, vocab_size).
+        Returns (batch, vocab_size). Raises RequestError as forward() does.
         """
         backend = self.decode_attention
         position = cache.seqlens.long()
+        x = _look_up(self.wte.weight, tokens) + self.wpe.weight.index_select(0, position)
         cache.seqlens += 1
-        x = self.wte.weight.index_select(0, tokens) + self.wpe.weight.index_select(0, position)
         for block in self.blocks():
             normed = _layer_norm(block.ln_1, x)
             x = block.finish(x, block.attn.decode(normed, backend, cache, position))
@@ -503,11 +502,23 @@ class GPT2(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Return token plus position embeddings of tokens (batch, seqlen), as rows."""
         position = self.wpe.weight[: tokens.shape[1]]
-        return (F.embedding(tokens, self.wte.weight) + position).flatten(0, 1)
+        rows = _look_up(self.wte.weight, tokens.flatten())
+        return (rows.view(*tokens.shape, -1) + position).flatten(0, 1)
 
     def head(self, x: Tensor) -> Tensor:
         """Return the logits of rows normalized by ln_f."""
         return project(x, self.head_weight)
+
+
+def _look_up(weight: Tensor, tokens: Tensor) -> Tensor:
+    """Return the embeddings of token ids (tokens,), which on CUDA are not checked without waiting.
+
+    Raises RequestError for an id outside the vocabulary on a CPU.
+    """
+    try:
+        return weight.index_select(0, tokens)
+    except IndexError:
+        raise RequestError(f"token ids must be from 0 to {len(weight) - 1}") from None
 
 
 def _cache_submodules(module: nn.Module) -> None:

@@ -31,8 +31,8 @@ class Text:
     """The text's size in UTF-8, without the separators."""
 
     def __post_init__(self) -> None:
-        if len(self.ids) < 2 or not self.bytes:
-            raise RequestError("the text has no token to predict")
+        if len(self.ids) < 3 or not self.bytes:  # one has no standard error
+            raise RequestError("the text has fewer than two tokens to predict")
 
 
 @dataclass(frozen=True)
@@ -108,21 +108,26 @@ def token_nats(
     window - stride tokens before it, or from all of them near the start of the text. progress: is
     called with the number of tokens just scored. Raises NotFiniteError.
     """
-    if not 1 <= stride <= window <= model.config.n_positions:
+    positions = model.config.n_positions
+    if not 1 <= stride <= window <= positions:
         raise RequestError(
-            f"stride {stride} and window {window} must be 1 <= stride <= window <= "
-            f"{model.config.n_positions}, the model's positions"
+            f"stride {stride} and window {window} must be 1 <= stride <= window <= {positions}, "
+            "the model's positions"
         )
     stream = torch.tensor(ids, device=model.device)
     nats = torch.empty(len(ids) - 1, dtype=torch.float64, device="cpu")
     done = 0
     while done < len(nats):
         # The first window has no context to keep.
-        end = min(len(nats), done + (stride if done else window))
-        begin = max(0, end - window)
-        kept = torch.arange(done - begin, end - begin, device=model.device)
-        logits = model(stream[None, begin:end], logits_to_keep=kept)[0]
-        for part in range(0, len(kept), ROWS):
+        first = min(len(nats), done + (stride if done else window))
+        begin = max(0, first - window)
+        # Short windows are rows of one forward pass, which is no larger than the longest window.
+        rows = max(1, min((len(nats) - done) // stride, positions // window)) if done else 1
+        end = first + (rows - 1) * stride
+        kept = torch.arange(done - begin, first - begin, device=model.device)
+        windows = stream[begin:end].unfold(0, first - begin, stride)
+        logits = model(windows, logits_to_keep=kept).flatten(0, 1)
+        for part in range(0, len(logits), ROWS):
             wide = logits[part : part + ROWS].double()
             targets = stream[1 + done + part :][: len(wide)]
             losses = torch.nn.functional.cross_entropy(wide, targets, reduction="none")
@@ -172,5 +177,5 @@ def make_score(backend: str, nats: torch.Tensor, baseline: torch.Tensor, text: T
         nats=total,
         bits_per_byte=total / math.log(2) / text.bytes,
         difference=apart.mean().item(),
-        standard_error=apart.std().item() / count**0.5 if count > 1 else 0.0,
+        standard_error=apart.std().item() / count**0.5,
     )

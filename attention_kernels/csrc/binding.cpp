@@ -2,8 +2,8 @@
 // attention_kernels::<version.op>, for CUDA or, with ATTENTION_EMULATOR, for the CPU. It does not
 // depend on the version, so it is compiled once and linked to each. The op's schema and its fake
 // kernel are in Python. With ATTENTION_POISON, output and scratch are filled with NaN before the
-// launch, so that elements nobody writes show; the emulator always does that. ATTENTION_LIBRARY
-// names another library of ops than attention_kernels.
+// launch, so that elements nobody writes show; the emulator always does that, with NaN or the word
+// ATTENTION_EMULATOR_POISON. ATTENTION_LIBRARY names another library of ops than attention_kernels.
 //
 // It does everything that a version's launch() does not: checks, allocation, the device guard, the
 // current stream, and exceptions for errors. An error that begins with "refuses: " is about the
@@ -137,6 +137,13 @@ void check_limits(int64_t seqlen, const Named& q, std::initializer_list<Named> o
   if (!reasons.empty()) refuse(reasons);
 }
 
+// A version's own host code may divide by a setting, so a wrong one is reported before that runs.
+void check_settings() {
+#ifdef ATTENTION_EMULATOR
+  if (const std::string wrong = emulator::wrong_setting(); !wrong.empty()) fail(wrong);
+#endif
+}
+
 // Returns whether the launch ran nothing and can never succeed on this device.
 bool is_refusal(cudaError_t error) {
   return error == cudaErrorInvalidValue || error == cudaErrorInvalidConfiguration ||
@@ -182,7 +189,10 @@ Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Tensor& 
 // All bits set is a NaN in every floating-point type.
 void poison([[maybe_unused]] const Tensor& tensor, [[maybe_unused]] cudaStream_t stream) {
 #if defined(ATTENTION_EMULATOR)
-  std::memset(tensor.mutable_data_ptr(), 0xff, tensor.numel() * tensor.element_size());
+  const char* const word = emulator::setting("ATTENTION_EMULATOR_POISON");
+  emulator::SharedMemory::fill(static_cast<unsigned char*>(tensor.mutable_data_ptr()),
+                               tensor.numel() * tensor.element_size(),
+                               word ? std::strtoul(word, nullptr, 16) : 0xffffffff);
 #elif defined(ATTENTION_POISON)
   const cudaError_t error = cudaMemsetAsync(tensor.mutable_data_ptr(), 0xff,
                                             tensor.numel() * tensor.element_size(), stream);
@@ -232,6 +242,7 @@ Tensor launch(AnyParams params, const Tensor& q) {
   const cudaStream_t stream = current_stream(q);
   const Tensor o = empty({q.size(0), q.size(1), q.size(2), q.size(3)}, dtype_of(q), q);
   if (o.numel() == 0) return o;
+  check_settings();
   params.q = q.const_data_ptr();
   params.o = o.mutable_data_ptr();
   params.q_strides = strides_of(q);
@@ -308,6 +319,7 @@ void run_struct(Tensor on, Tensor params) {
 #ifndef ATTENTION_EMULATOR
   const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
 #endif
+  check_settings();
   const int error = version.launch(params.const_data_ptr(), current_stream(on));
   check_launch(static_cast<cudaError_t>(error), on, "");
 }

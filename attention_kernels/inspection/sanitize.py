@@ -8,11 +8,9 @@ compute-sanitizer looks for invalid accesses (memcheck) and races in shared memo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,7 +40,6 @@ SHAPES = (
 )
 ORDERS = ("reverse", "shuffle:1")
 ORDER = "the order of its blocks or threads changes the output"
-_PR_SET_PDEATHSIG = 1
 _EXIT = 77  # exit status of compute-sanitizer if it found a fault
 # Its lines of the first fault; those of a race go on with "and", the other access and its line.
 _FAULT = r"^=+ (?:Error|Invalid|War|Barrier).*(?:\n=+ +and .*)?"
@@ -210,7 +207,7 @@ def _run(spec: BackendSpec, device: str) -> None:
 
 def main(device: str, *whats: str) -> None:
     """Run backends on a device: the process that runs under the sanitizer."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent process
+    child.end_with_parent()
     os.environ.pop("LD_PRELOAD", None)  # otherwise the compiler would run under the sanitizer, too
     specs = [ladder.resolve(what) for what in whats]
     if any(spec.family == "triton" for spec in specs):

@@ -114,6 +114,9 @@ class Runner:
     a test or a notebook; all others have a Worker.
     """
 
+    calls = 0
+    """The number of calls that requests have asked for."""
+
     def __init__(self, spec: BackendSpec, device: str) -> None:
         self.spec, self.device = spec, device
         self._given, self._taken = Block(), Block()
@@ -140,6 +143,7 @@ class Runner:
     def send(self, request: Request) -> None:
         """Start on a request."""
         self._request = request
+        self.calls += len(request.calls.order)
         self._given.grow(request.calls.given_bytes)
         self._taken.grow(request.calls.taken_bytes)
         self._given.tensor[: len(request.block)] = request.block
@@ -316,7 +320,7 @@ def open_runner(
     """
     spec, name = (_known(what), what) if isinstance(what, str) else (what, _name(what))
     try:
-        if name:
+        if name or spec is None:
             return Worker(name, device, timeout_s=timeout_s, races=races, meanwhile=meanwhile)
     except UnknownBackendError:
         if spec is None:

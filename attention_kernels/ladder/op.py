@@ -83,7 +83,7 @@ def resolve(what: str) -> BackendSpec:
     The backend of a file is named after the file. Raises UnknownBackendError, or HeaderError if the
     file is not a valid version.
     """
-    if not what.endswith(".cu"):
+    if not (isinstance(what, str) and what.endswith(".cu")):
         return get_backend(what)
     version = header.of_file(Path(what))
     return backend(version.label.upper(), "file", version)

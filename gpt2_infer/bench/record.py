@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from gpt2_infer.errors import GPT2InferError
-from gpt2_infer.files import read_file
+from gpt2_infer.files import check_writable, read_file
 
 BASELINE = "NAIVE_PYTORCH"
+DEVICES = ("h200", "h100", "cpu")
+"""Devices in the names of results files, those that documents show by default first."""
 FREE_ATTENTION = "FREE_ATTENTION"
 """Not a real backend: it skips attention, to show the most that any kernel could save."""
 SCHEMA = Path(__file__).with_name("results.schema.json")
@@ -27,7 +29,7 @@ TIMES = ("time", "generation", "call", "predicted time")
 _ITEM_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 TaskName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[a-z0-9_-]+$")]
-AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+AtLeastOne: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Dtype: TypeAlias = Annotated[str, msgspec.Meta(pattern="^(float16|bfloat16|float32|float64)$")]
 _Error: TypeAlias = Annotated[float, msgspec.Meta(ge=0)] | None
 Status: TypeAlias = Literal["ok", "failed", "refused", "emulated"]
@@ -286,8 +288,10 @@ def read(path: Path) -> File:
         file = msgspec.json.decode(read_file(path), type=File)
         if "kind" not in file.study:
             raise msgspec.ValidationError("its study has no kind")
+        if not file.rows:
+            raise msgspec.ValidationError("it has no rows")
         for row in file.rows:
-            if isinstance(row.cell.get("seqlen"), int):
+            if "seqlen" in row.cell:
                 msgspec.convert(row.cell, KernelCell if "dtype" in row.cell else Shape)
             if not (row.samples or row.reason):
                 raise msgspec.ValidationError("a row has neither samples nor a reason")
@@ -302,30 +306,33 @@ def read(path: Path) -> File:
         raise ResultsError(f"{path} is truncated or not JSON: {error}") from error
 
 
-def newest(folder: Path) -> dict[str, tuple[Path, File]]:
-    """Return the newest file of each task, by the date in its provenance; raises ResultsError."""
-    if not folder.is_dir():
-        raise ResultsError(f"there is no folder {folder}")
-    found: dict[str, tuple[Path, File]] = {}
-    for path in sorted(folder.glob("*.json")):
-        file = read(path)
-        older = found.get(file.task)
-        if older is None or file.provenance.date > older[1].provenance.date:
-            found[file.task] = (path, file)
-    return found
+def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
+    """Return the measurements of the same backend, and version file, in the same cell."""
+    return [
+        row
+        for row in timed
+        if row.samples
+        and (row.contender, row.cell) == (prediction.contender, prediction.cell)
+        and row.extra.get("version_digest") == prediction.extra.get("version_digest")
+    ]
+
+
+def newest(folder: Path, task: str, device: str = "") -> Path:
+    """Return the newest file of a task, <date>_<device>_<task>.json.
+
+    device: by default the first of DEVICES that has one. Raises ResultsError.
+    """
+    for name in [device] if device else DEVICES:
+        if found := sorted(folder.glob(f"*_{name}_{task}.json")):
+            return found[-1]
+    raise ResultsError(f"{folder} has no results of {task}" + (f" on {device}" if device else ""))
 
 
 def check_output(path: Path) -> None:
-    """Raise ResultsError if a run could not write there; an existing file is never overwritten."""
+    """Raise ResultsError if the file exists, which is never overwritten, or check_writable()'s."""
+    check_writable(path)
     if path.exists():
         raise ResultsError(f"{path} exists: name another file, or delete it")
-    if not path.parent.is_dir():
-        raise ResultsError(f"there is no folder {path.parent}")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def schema() -> str:

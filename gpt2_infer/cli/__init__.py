@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -15,7 +16,7 @@ from gpt2_infer import __version__
 from gpt2_infer.cli import console
 from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, Parser, see_only
 
-__all__ = ["DEFAULT_PROMPT", "DTYPES", "Parser", "main"]
+__all__ = ["DEFAULT_PROMPT", "DTYPES", "Parser", "main", "program"]
 
 DEFAULT_COMMAND = "generate"
 COMMANDS = {
@@ -34,6 +35,18 @@ COMMANDS = {
     "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
     "report": "write an HTML report on kernels, line by line, and on results",
 }
+
+
+def program() -> int:
+    """Run the command line as a program: if a kernel that it names ends the process, say how.
+
+    Only commands that run kernels in their own process name them with these words.
+    """
+    if not any(re.match(r"diverge$|--(decode-)?backend", word) for word in sys.argv[1:]):
+        return main()
+    from gpt2_infer.cli.watched import watched
+
+    return watched(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

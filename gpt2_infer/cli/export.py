@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gpt2_infer.cli.console import EXIT_FAILED, print_error, show, show_json
 
 if TYPE_CHECKING:
-    from attention_kernels.inspection.predict import Prediction
+    from attention_kernels.inspection.sass.timing import Prediction
     from gpt2_infer.cli.verdict import Findings
 
 AS = (

@@ -13,10 +13,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gpt2_infer.checks import integer_error
 from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error, print_warning, show
 from gpt2_infer.config import PRODUCTS
-from gpt2_infer.errors import RequestError
+from gpt2_infer.errors import RequestError, integer_error
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -42,7 +41,6 @@ PRODUCTS_HELP = (
     "products of float16 numbers on tensor cores, about as exact (default: %(default)s)"
 )
 SEQLEN = "sequence length in tokens (default: %(default)s)"
-PROFILE = "source page of an Nsight Compute report, exported as CSV, to compare the stalls with"
 TIMEOUT = "time limit in seconds (default: 600)"
 FORMER_FAMILIES = {"custom-cuda": "fp32", "flash-attention-1": "fa1", "wmma-fa2": "wmma_fa2"}
 HEAD_DIM = "head dimension (default: 64, or the first supported)"

@@ -7,6 +7,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
+from attention_kernels import child
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.options import DTYPES, SEED, device_name, seconds
 
@@ -46,6 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
+    child.start_server()  # it imports torch while this process does
     from gpt2_infer.cli.verdict import verdicts
 
     failures = _Failures()
@@ -92,7 +94,11 @@ def _show(findings: Findings, printed: _Failures) -> None:
     sanitized = ", sanitized" if findings.sanitized else ""
     is_whole = findings.checks == findings.total
     ran = findings.checks if is_whole else f"{findings.checks} of {findings.total}"
-    counted = f": {ran} checks, seed {findings.seed}" if findings.total else ""
+    counted = (
+        f": {ran} checks, {findings.calls:,} calls in one process, seed {findings.seed}"
+        if findings.total
+        else ""
+    )
     show(f"{findings.name} on {findings.device}{emulated}{counted}{sanitized}")
     stages: dict[str, list[Failure]] = {}
     for failure in findings.failures:
@@ -127,6 +133,10 @@ def _show_scope(findings: Findings) -> None:
 
         share = f"{QUICK_SHARE:.0%} of the planted faults"
         show(f"  quick: the beginning of the suite, in which {share} show")
+    if findings.emulated and findings.has_attention:
+        from attention_kernels.judge.cases import LONGEST_EMULATED
+
+        show(f"  no length above {LONGEST_EMULATED:,}: it was emulated")
     if findings.few_shapes:
         from attention_kernels.judge.cases import COMPILED_RANGES
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,9 +189,15 @@ def _refusals(version: VersionHeader) -> Iterator[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise RequestError if the folder exists or if its name does not do as a module's name."""
-    if folder.exists() or folder.is_symlink():
+    """Raise RequestError if the folder exists, cannot be made, or has no name for a module."""
+    if os.path.lexists(folder):
         raise RequestError(f"--out: {folder} exists, and nothing is overwritten")
+    nearest = next(parent for parent in folder.parents if parent.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=nearest).cleanup()
+    except OSError as error:
+        reason = error.strerror or error
+        raise RequestError(f"--out: a folder cannot be made in {nearest}: {reason}") from error
     if len(folder.name) < 2 or not NAME.fullmatch(folder.name):
         raise RequestError(
             f"--out: the folder's name becomes the package's, so it must be lower-case words "

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 import threading
@@ -22,6 +23,7 @@ from attention_kernels import (
     UnknownBackendError,
     UnsupportedError,
     get_backend,
+    ladder,
     list_backends,
     register,
     registry,
@@ -89,6 +91,22 @@ def test_any_other_text_is_refused_with_the_nearest_names(text):
     hint = f": did you mean {' or '.join(error.nearest)}?" if error.nearest else ""
     assert str(error) == f"unknown attention backend {text!r}{hint}"
     assert len(str(error)) < 200 + len(repr(text))
+
+
+@pytest.mark.parametrize("name", [None, 3, b"x", Path("v01_x.cu"), "CUSTOM_CUDA_" * 17_000])
+def test_what_is_no_name_is_an_unknown_backend(name, monkeypatch):
+    compare = difflib.get_close_matches
+
+    def of_short_ones(word, *rest, **how):
+        assert len(word) < 200  # a longer one takes seconds
+        return compare(word, *rest, **how)
+
+    monkeypatch.setattr(difflib, "get_close_matches", of_short_ones)
+    for find in get_backend, ladder.resolve:
+        with pytest.raises(UnknownBackendError) as caught:
+            find(name)
+        assert str(caught.value).startswith(f"unknown attention backend {name!r}"[:1000])
+        assert len(str(caught.value)) < 1200
 
 
 @settings(deadline=None)

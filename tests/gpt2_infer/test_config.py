@@ -13,6 +13,8 @@ from gpt2_infer import ConfigError, GPT2Config, config
     [
         ({"n_head": 5}, "n_embd (768) must be a multiple of n_head (5)"),
         ({"n_layer": 0}, "Expected `int` >= 1 - at `$.n_layer`"),
+        ({"n_layer": 10**9}, "Expected `int` <= 1000 - at `$.n_layer`"),
+        ({"n_positions": 10**30}, "Expected `int`"),
         ({"n_embd": "768"}, "Expected `int`, got `str` - at `$.n_embd`"),
         ({"add_cross_attention": True}, "without add_cross_attention"),
         ({"model_type": "llama"}, "model_type is 'llama'"),

@@ -321,6 +321,8 @@ def test_an_empty_prompt_is_the_start_of_a_document(demo):
         ({"prompts": [[True]]}, "a text or a list of token ids: True is not a token id"),
         ({"max_new_tokens": True}, "max-new-tokens must be an integer of 1 or more, not True"),
         ({"ignore_eos": "no"}, "ignore_eos must be a bool, not 'no'"),
+        ({"on_text": 3}, "on_text must be callable, not 3"),
+        ({"on_text": ""}, "on_text must be callable, not ''"),
     ],
 )
 def test_invalid_requests_are_refused(arguments, words, demo):

@@ -87,9 +87,15 @@ def test_padding_on_the_right_changes_nothing(save_checkpoint):
         assert torch.allclose(got[row], alone[0], atol=1e-5)
     with pytest.raises(ValueError, match="logits_to_keep must be 1"):
         model(tokens, seqlens=seqlens, logits_to_keep=0)
-    for wrong in ([[1, 2]], tokens[0], tokens.float()):
+    for wrong in ([[1, 2]], tokens[0], tokens.float(), tokens[:0]):
         with pytest.raises(RequestError, match="tokens must be"):
             model(wrong)
+    cache = KVCache.allocate(model, 1, 8)
+    for outside in (50, -1):
+        for call in model, lambda ids: model.decode(ids[0], cache):
+            with pytest.raises(RequestError, match="token ids must be from 0 to 49"):
+                call(torch.tensor([[outside]]))
+    assert not cache.seqlens.any()
     for count in (0, 65):
         with pytest.raises(RequestError, match=rf"from 1 to 64 tokens .*, not {count}"):
             model(torch.zeros(1, count, dtype=torch.long))

@@ -22,11 +22,18 @@ inline const char* setting(const char* name) {
   return value != nullptr && *value != '\0' ? value : nullptr;
 }
 
+// The number in a setting, or 0 if it is not one from 1 to 1024.
+inline int number(const char* name, int default_value) {
+  const char* const value = setting(name);
+  if (value == nullptr) return default_value;
+  char* end = nullptr;
+  const long found = std::strtol(value, &end, 10);
+  return *end == '\0' && found >= 1 && found <= 1024 ? static_cast<int>(found) : 0;
+}
+
 Device Device::emulated() {
-  const char* const name = setting("ATTENTION_EMULATOR_ARCH");
-  const int arch = name == nullptr ? 90 : std::atoi(name);
-  const char* const count = setting("ATTENTION_EMULATOR_MULTIPROCESSORS");
-  const int multiprocessors = count == nullptr ? 8 : std::max(std::atoi(count), 0);
+  const int arch = number("ATTENTION_EMULATOR_ARCH", 90);
+  const int multiprocessors = number("ATTENTION_EMULATOR_MULTIPROCESSORS", 8);
   for (const auto& [known, kilobytes] : {std::pair{70, 96},
                                          {75, 64},
                                          {80, 163},
@@ -57,11 +64,13 @@ inline std::string read_settings(Launch& launch, uint64_t& workers) {
   }
   if (device.multiprocessors == 0) {
     const char* const name = "ATTENTION_EMULATOR_MULTIPROCESSORS";
-    return wrong(name, setting(name), "a number of multiprocessors");
+    return wrong(name, setting(name), "a number of multiprocessors, 1 to 1024");
   }
   if (const char* const value = setting("ATTENTION_EMULATOR_POISON")) {
-    launch.poison = static_cast<uint32_t>(std::strtoul(value, &end, 16));
-    if (*end != '\0') return wrong("ATTENTION_EMULATOR_POISON", value, "a hexadecimal word");
+    const unsigned long word = std::strtoul(value, &end, 16);
+    launch.poison = static_cast<uint32_t>(word);
+    if (*end != '\0' || *value == '-' || word != launch.poison)
+      return wrong("ATTENTION_EMULATOR_POISON", value, "a hexadecimal word");
   }
   if (const char* const value = setting("ATTENTION_EMULATOR_ORDER")) {
     if (std::strncmp(value, "shuffle:", 8) == 0 && value[8] >= '0' && value[8] <= '9') {
@@ -89,6 +98,13 @@ inline std::string read_settings(Launch& launch, uint64_t& workers) {
       return wrong("ATTENTION_EMULATOR_THREADS", value, "a number of OS threads");
   }
   return "";
+}
+
+// Returns a complaint about the environment, or "".
+inline std::string wrong_setting() {
+  Launch launch{};
+  uint64_t workers;
+  return read_settings(launch, workers);
 }
 
 // ---- Blocks -------------------------------------------------------------------------------------

@@ -1,18 +1,30 @@
-"""Studies of predictions: of ladders, and of the fused step as a whole."""
+"""Studies of predictions of ladders."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
 import pytest
 
-from gpt2_infer.bench.prediction import Predictions
-from gpt2_infer.bench.record import DecodeCell, Row
-from gpt2_infer.bench.show import inspected
-from gpt2_infer.bench.show.pivot import pivot
-from gpt2_infer.bench.step_prediction import StepPredictions
-from gpt2_infer.bench.study import PredictionStudy, StepPredictionStudy
-from gpt2_infer.errors import RequestError
-from tests.attention_kernels.inspection.test_predict import needs_cuda_programs
-from tests.gpt2_infer.bench.common import file_of
+from attention_kernels import ladder, list_backends
+from attention_kernels.errors import UnsupportedError
+from attention_kernels.inspection.sass.stalls import StalledInstruction, StalledLine, Stalls
+from gpt2_infer.bench import prediction
+from gpt2_infer.bench.prediction import Predictions, predict_version, stalls_of
+from gpt2_infer.bench.record import KernelCell, Row
+from gpt2_infer.bench.show import tables
+from gpt2_infer.bench.study import PredictionStudy, StallStudy
+from tests.gpt2_infer.bench.common import file_of, stalls
+from tests.gpt2_infer.cli.test_predict import FOUND
+
+NAME = "CUSTOM_CUDA_VERSION_12"
+
+
+@pytest.fixture
+def version():
+    list_backends()
+    return ladder.versions()[NAME]
 
 
 def test_each_version_is_predicted_in_its_own_dtype(monkeypatch):
@@ -32,39 +44,35 @@ def test_each_version_is_predicted_in_its_own_dtype(monkeypatch):
     assert [one.row.contender for one in subject.contenders(subject.cells[2])] == ["b"]
 
 
-def test_a_predicted_step_is_shown_next_to_the_measured_one():
-    cell = {"model": "gpt2", "dtype": "float32", "batch": 1, "new_tokens": 500}
-    predicted = Row(
-        contender="fused",
-        cell=cell,
-        metric="predicted time",
-        unit="us",
-        samples=[180.0],
-        extra={"kernels": 63, "work_us": 80.0, "launch_us": 70.0, "reading_us": 30.0},
+def test_stalls_are_recorded_with_a_prediction(monkeypatch, version):
+    line = StalledLine(
+        7, 0.8, {"wait": 1.0}, [3], {5: 0.5}, [StalledInstruction(0, 16, "BRA", 0.7, "wait")], 1
     )
-    measured = Row(contender="fused", cell=cell, metric="time", unit="s", samples=[0.1])
-    file = file_of("step-prediction", [predicted], settings={"gpu": "H200 SXM"})
-    (table,) = pivot("file", file, inspected.step_predictions([measured]))
-    assert table.rows == [
-        ("gpt2", "float32", "1", "fused", "63", "180.0", "200.0", "0.90", "80.0", "70.0", "30.0")
-    ]
+    found = Stalls("H200 SXM", 90.0, 0.25, {"wait": 1.0}, ["a"], [line])
+    explained = dataclasses.replace(FOUND, stalls=found)
+    monkeypatch.setattr(prediction, "predict", lambda *_, lines: [explained] if lines else [])
+    (row,) = predict_version(NAME, version, [KernelCell(1024)], gpu="h200", lines=True)
+    row = msgspec.json.decode(msgspec.json.encode(row), type=Row)
+    assert (row.samples, row.extra["bound"]) == ([90.0], "shared memory")
+    assert stalls_of(row) == found
+    subject = Predictions(StallStudy(family="fa1"))
+    assert [cell.seqlen for cell in subject.cells] == [1024, 1024]
+    assert subject.lines
 
 
-def test_a_gpu_without_early_launches_is_refused():
-    with pytest.raises(RequestError, match="A100 SXM has no early launches"):
-        StepPredictions(StepPredictionStudy(gpu="a100"))
+def test_a_version_that_cannot_be_predicted_has_the_reason(monkeypatch, version):
+    def refuse(*_, **__):
+        raise UnsupportedError("A", ["not this"])
+
+    monkeypatch.setattr(prediction, "predict", refuse)
+    (row,) = predict_version(NAME, version, [KernelCell(1024)], gpu="h200")
+    assert (row.status, row.samples, stalls_of(row)) == ("refused", [], None)
+    assert "not this" in row.reason
+    (table,) = tables.tables("FILE", file_of("stalls", [row], settings={"gpu": "H200 SXM"}))
+    assert "not this" in table.notes[NAME]
 
 
-@pytest.mark.slow
-@needs_cuda_programs
-def test_the_kernels_of_a_step_read_all_weights_and_the_cache():
-    study = StepPredictionStudy(models=["distilgpt2"], dtypes=["bfloat16"], batch_sizes=[2])
-    subject = StepPredictions(study)
-    assert subject.cells == [DecodeCell("distilgpt2", "bfloat16", 2, 8, 504)]
-    ((found,),) = [[one.row for one in subject.contenders(cell)] for cell in subject.cells]
-    assert found.extra["kernels"] == 3 + 6 * 5
-    with pytest.raises(RequestError, match="blocks wait for one another"):
-        [*subject.contenders(DecodeCell("distilgpt2", "bfloat16", 1, 8, 504))]
-    layer = sum(link["asking_us"] > 0.5 for link in found.extra["links"].values())
-    assert layer >= 4
-    assert found.samples[0] > found.extra["work_us"] + found.extra["launch_us"]
+def test_the_table_of_stalls_names_the_worst_line():
+    (table,) = tables.tables("FILE", stalls({NAME: ("1", [(9, 0.25), (7, 0.75)])}))
+    reasons = ("short scoreboard, 75%", "wait, 25%", "line 7, short scoreboard, 75%")
+    assert table.rows == [(f"`{NAME}`", "100", "80", *reasons)]

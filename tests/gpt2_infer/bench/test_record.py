@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpt2_infer import RequestError
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import (
     SCHEMA,
@@ -19,7 +20,8 @@ from gpt2_infer.bench.record import (
     read,
     schema,
 )
-from tests.gpt2_infer.bench.common import generation, inspection, kernels, profile, provenance
+from gpt2_infer.files import check_writable
+from tests.gpt2_infer.bench.common import generation, inspection, kernels, profile
 
 RESULTS = Path(__file__).parents[3] / "results"
 
@@ -57,6 +59,9 @@ def change(path: str, value: object):
         (change("rows.0.more", 1), "contains unknown field `more`"),
         (change("rows.0.cell.seqlen", [1]), "Expected `bool | int | str`, got `array`"),
         (change("rows.0.cell.seqlen", -8), "Expected `int` >= 1"),
+        (change("rows.0.cell.seqlen", 10**30), "Expected `int`"),
+        (change("rows.0.cell.seqlen", "8"), "Expected `int`, got `str`"),
+        (change("rows", []), "it has no rows"),
         (change("rows.0.check.error", None), "missing required field `error`"),
         (change("rows.0.cell.dtype", "float8"), "matching regex"),
         (change("rows.0.samples", [1.0, 0.0, 1.0]), "a time is not positive"),
@@ -80,7 +85,7 @@ def test_an_invalid_file_is_one_line(apply, words, tmp_path):
 def test_a_truncated_file_is_one_line(text, tmp_path):
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(ResultsError, match=r"r.json is truncated or not JSON: "):
-        newest(tmp_path)
+        read(tmp_path / "r.json")
     with pytest.raises(ResultsError, match=r"none.json cannot be read: No such file"):
         read(tmp_path / "none.json")
 
@@ -106,19 +111,24 @@ def test_an_unusable_output_is_refused_before_the_run(tmp_path):
     file.touch()
     with pytest.raises(ResultsError, match="exists: name another file"):
         check_output(file)
-    with pytest.raises(ResultsError, match="there is no folder"):
-        check_output(tmp_path / "none" / "r.json")
-    with pytest.raises(ResultsError, match="cannot be written"):
-        check_output(Path("/proc/r.json"))
+    for path, words in (
+        ("/proc/r.json", "cannot be written"),
+        ("/", "is a folder"),
+        ("/no/such/r.json", "there is no folder"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            check_writable(Path(path))
 
 
 def test_the_newest_results_of_a_task_are_used(tmp_path):
-    for name, date in (("a", "2026-01-02"), ("b", "2026-01-03"), ("c", "2026-01-01")):
-        kernels(provenance=provenance(date=date)).write(tmp_path / f"{name}.json")
-    found = newest(tmp_path)
-    assert {task: path.name for task, (path, _) in found.items()} == {"kernel-test": "b.json"}
-    with pytest.raises(ResultsError, match="there is no folder"):
-        newest(tmp_path / "none")
+    for name in ("01-02_h200_a", "01-03_h200_a", "01-04_h100_a", "01-05_h200_b-a", "01-01_cpu_c"):
+        (tmp_path / f"2026-{name}.json").touch()
+    found = [newest(tmp_path, *words).name for words in (("a",), ("a", "h100"), ("c",))]
+    assert found == [
+        f"2026-{name}.json" for name in ("01-03_h200_a", "01-04_h100_a", "01-01_cpu_c")
+    ]
+    with pytest.raises(ResultsError, match="has no results of c on h100"):
+        newest(tmp_path, "c", "h100")
 
 
 def test_the_committed_results_are_valid():
@@ -154,7 +164,7 @@ def test_readers_of_results_import_neither_torch_nor_the_model():
         "tables.render('f', record.read(__import__('pathlib').Path(sys.argv[1]))); "
         "print({'torch', 'transformers', 'gpt2_infer.model'} & {*sys.modules})"
     )
-    file = min(RESULTS.glob("*generation-batch.json"))
+    file = min(RESULTS.glob("*generation-fp32.json"))
     done = subprocess.run(
         [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
     )

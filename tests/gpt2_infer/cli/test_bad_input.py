@@ -8,7 +8,7 @@ import shlex
 import pytest
 import torch
 
-from attention_kernels.inspection import predict
+from attention_kernels.inspection.sass import predict
 from gpt2_infer.cli import COMMANDS
 from tests.gpt2_infer.bench.common import add, naive_attention
 from tests.gpt2_infer.cli.program import DEMO, run
@@ -34,10 +34,13 @@ REFUSED = [  # without a command, options of generate
     ("--decode-backend NAIVE_PYTORCH", "--decode-backend needs --kv-cache"),
     ("--seed 3", "--seed needs a temperature above 0"),
     ("--prompt a\udcff", "the prompt is not valid text"),
+    ("verify ''", "unknown attention backend ''; see `gpt2-infer backends`\n"),
+    ("perplexity --model demo --max-tokens 1", "the text has fewer than two tokens to predict"),
     ("perplexity TMP/fifo.txt --model demo --max-tokens 2", "Not a regular file"),
     ("batch TMP/fifo.jsonl --model demo --out TMP/out", "Not a regular file"),
     ("accesses NAIVE_PYTORCH", "no version file"),
     ("predict CUSTOM_CUDA_VERSION_1 --results /nonexist", "there is no folder /nonexist"),
+    ("predict CUSTOM_CUDA_VERSION_1 --results TMP", "--results: TMP has no results file, *.json"),
     ("predict CUSTOM_CUDA_VERSION_1 --gpu voodoo2", "h200, h100, a100, t4, rtx4090"),
     ("kernels NAIVE_PYTORCH", "NAIVE_PYTORCH cannot take this call: it has no version file"),
     ("kernels FLASH_ATTENTION_1_CPU", "it is host code"),
@@ -47,13 +50,13 @@ REFUSED = [  # without a command, options of generate
     ("kernels --family fp16", "no ladder named fp16, only fp32, "),
     ("kernels TMP/v01_none.cu", "there is no file TMP/v01_none.cu"),
     ("kernels TMP/v01_folder.cu", "TMP/v01_folder.cu"),
-    ("kernels 'TMP/my kernel.cu'", "mv 'TMP/my kernel.cu' TMP/v01_my_kernel.cu\n"),
     ("compare --out TMP/r.json --seqlens 8", "--seqlens is not for --task generation"),
     (f"{KERNEL} --model demo", "--model is not for --task kernel"),
     (f"{KERNEL} --name 'Not A Name'", "matching regex"),
     (f"{KERNEL} --backends NAIVE_PYTORHC", "did you mean NAIVE_PYTORCH?"),
     (f"{KERNEL} --families nvidia", "no family named nvidia"),
     (f"{KERNEL} --dtypes float16 --backends ONLY_FLOAT32", "takes float32, not float16"),
+    (f"{KERNEL} --out /", "/ is a folder: name a file"),
     (f"{KERNEL} --out /no/such/folder/r.json", "there is no folder /no/such/folder"),
 ]
 
@@ -65,7 +68,6 @@ def test_bad_input_is_one_line(words, complaint, capsys, tmp_path, monkeypatch, 
     add("ONLY_FLOAT32", naive_attention)
     (tmp_path / "latin1").write_bytes(b"caf\xe9")
     (tmp_path / "empty").write_bytes(b"\n \n")
-    (tmp_path / "my kernel.cu").touch()
     (tmp_path / "v01_folder.cu").mkdir()
     for suffix in (".txt", ".jsonl"):
         os.mkfifo(tmp_path / f"fifo{suffix}")

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import UnsupportedError
-from attention_kernels.inspection import predict
+from attention_kernels.inspection.sass import predict
 from attention_kernels.judge import conformance
 from attention_kernels.judge.conformance import Case, Failure
 from attention_kernels.judge.reference import Verdict
@@ -110,6 +110,7 @@ def package(kernel, environment, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_package_is_installed_listed_and_passes_its_test(package, environment):
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
@@ -254,6 +255,7 @@ assert found["causal"].verified
 """
 
 
+@pytest.mark.slow
 @on_every_device
 def test_get_local_kernel_loads_a_build_which_passes_its_test_and_is_benchmarked(
     device, kernel, environment, tmp_path
@@ -374,12 +376,15 @@ def test_a_wrong_kernel_is_not_exported(kernel, capsys, monkeypatch, tmp_path):
         ("Fast", "must be lower-case words"),
         ("1st", "must be lower-case words"),
         ("torch", "Python has a module torch already"),
+        ("file/fast-rows", "a folder cannot be made in"),
+        ("/proc/fast-rows", "a folder cannot be made in /proc"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused_before_the_work(
     out, reason, kernel, capsys, monkeypatch, tmp_path
 ):
     (tmp_path / "here").mkdir()
+    (tmp_path / "file").touch()
     monkeypatch.setattr(conformance, "verify", None)
     words = ["--as", "package", "--out", str(tmp_path / out)]
     status, _, err = run(capsys, "export", str(kernel), *words)

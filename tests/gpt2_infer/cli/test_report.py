@@ -20,6 +20,10 @@ def test_a_page_may_show_results_alone_and_bad_input_is_refused(tmp_path, capsys
     fifo = tmp_path / "fifo.json"
     os.mkfifo(fifo)
     kernels().write(results)
+    without = kernels()
+    for row in without.rows:
+        row.extra.clear()
+    without.write(lacking := tmp_path / "lacking.json")
     assert main(["report", str(results), "--out", str(page)]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {page}")
     assert "kernel-test, roofline" in page.read_text("utf-8")
@@ -27,11 +31,14 @@ def test_a_page_may_show_results_alone_and_bad_input_is_refused(tmp_path, capsys
         ([], "nothing to report"),
         (["NAIVE_PYTORCH"], "no version file"),
         ([str(results), "--gpu", "v100"], "v100"),
-        ([str(results), "--profile", "r.csv"], "--profile is compared with predictions: name"),
-        (["CUSTOM_CUDA_VERSION_2", "--profile", "/nonexistent"], "/nonexistent: No such file"),
         ([str(page.with_suffix(".json"))], "cannot be read"),
         ([str(fifo)], "Not a regular file"),
-        ([str(results), "--out", str(tmp_path / "no" / "page.html")], "No such file"),
+        ([str(results), "--out", str(tmp_path / "no" / "page.html")], "there is no folder"),
+        (["CUSTOM_CUDA_VERSION_2", "--out", "/"], "/ is a folder"),
+        (
+            [str(lacking)],
+            "not as studies of kind kernel are: KeyError: 'precision'",
+        ),
     ):
         assert main(["report", *words]) == 2
         assert reason in capsys.readouterr().err

@@ -7,7 +7,7 @@ or where it is made, so the same input gives the same bytes.
 from __future__ import annotations
 
 import base64
-import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -26,22 +26,24 @@ from markupsafe import Markup, escape
 from tqdm import tqdm
 
 from attention_kernels import UnsupportedError
-from attention_kernels.inspection import nsight
+from attention_kernels.errors import describe
 from attention_kernels.inspection.accesses import BY_LANE, Recording, record
-from attention_kernels.inspection.nsight import Comparison, Sampled
 from attention_kernels.judge.conformance import Report
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
-from gpt2_infer.bench.prediction import find_gpu, timed_on
-from gpt2_infer.bench.record import File, KernelCell, Row, Shape, read
-from gpt2_infer.bench.show import charts, explained
+from gpt2_infer.bench.prediction import (
+    find_gpu,
+    predict_version,
+    stalls_of,
+    timed_on,
+)
+from gpt2_infer.bench.record import File, KernelCell, ResultsError, Row, Shape, read, timings_of
+from gpt2_infer.bench.show import charts
 from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Kernel
 from gpt2_infer.bench.show.pivot import Table, are_numbers
-from gpt2_infer.bench.show.predicted import timings_of
 from gpt2_infer.bench.show.tables import tables
-from gpt2_infer.bench.stalls import explain_backend, recorded, what_ifs
 
 __all__ = ["make_page"]
 
@@ -53,7 +55,6 @@ def make_page(
     *,
     gpu: str | None = None,
     predict: Collection[str] = (),
-    profiled: Sequence[Sampled] = (),
     verdicts: Mapping[str, Report | str] = MappingProxyType({}),
     timeout_s: float = 600.0,
 ) -> str:
@@ -61,14 +62,13 @@ def make_page(
 
     shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
     and stalls for, a name in gpus(); None for no predictions. predict: the versions to predict if
-    the results have no stalls of them. profiled: kernels of a report, to compare the stalls of
-    those versions with. verdicts: the judge's reports on versions, or why there is none. If a
-    version's accesses cannot be counted, the reason is shown. Raises ResultsError, RequestError, or
-    BuildError if a version does not compile.
+    the results have no stalls of them. verdicts: the judge's reports on versions, or why there is
+    none. If a version's accesses cannot be counted, the reason is shown. Raises ResultsError,
+    RequestError, or BuildError if a version does not compile.
     """
     if gpu:
         find_gpu(gpu)  # fail on an unknown name before minutes of counting
-    measured = [Measured(path, read(path)) for path in files]
+    measured = [_measured(path) for path in files]
     kernels = _record(versions, shape, timeout_s)
     for kernel in kernels:
         if isinstance(found := verdicts.get(kernel.name), Report):
@@ -78,10 +78,10 @@ def make_page(
         results = [one.file for one in measured]
         for kernel in tqdm(kernels, "predicting", unit="", disable=None):
             makes = kernel.name in predict
-            row = _predicted(kernel, gpu, shape, results, profiled, makes=makes)
+            row = _predicted(kernel, gpu, shape, results, makes=makes)
             predictions[kernel.name] = _bars(row, gpu, results) if row else NO_PREDICTION
             if row:
-                kernel.stalls, kernel.what_ifs = recorded(row), what_ifs(row)
+                kernel.stalls = stalls_of(row)
     short = [kernel.version.name for kernel in kernels]
     labels = {
         k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
@@ -118,7 +118,6 @@ def make_page(
         by_lane=BY_LANE,
         runs=source.runs,
         turns=_turns,
-        compared_lines=_compared_lines,
         tie=TIE,
     )
 
@@ -177,12 +176,12 @@ class Measured:
         """The identifier in the page's URL fragments."""
         return re.sub(r"[^a-z0-9]+", "-", self.path.stem.lower())
 
-    @property
+    @functools.cached_property
     def tables(self) -> list[Table]:
         """The same tables as in the documents."""
         return tables(self.path.name, self.file)
 
-    @property
+    @functools.cached_property
     def pictures(self) -> list[Picture]:
         """The charts of the file."""
         drawn = charts.render(self.file).items()
@@ -208,6 +207,20 @@ class Measured:
                 yield name.replace("_", " "), _words(value)
 
 
+def _measured(path: Path) -> Measured:
+    """Read and draw a file before minutes of counting.
+
+    Raises ResultsError, also if it lacks what other files of its kind have.
+    """
+    found = Measured(path, read(path))
+    try:
+        _ = found.tables, found.pictures, [*found.warnings]
+    except Exception as error:
+        kind, reason = found.file.study["kind"], describe(error)
+        raise ResultsError(f"{path} is not as studies of kind {kind} are: {reason}") from error
+    return found
+
+
 def _words(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_words(one)}" for name, one in value.items())
@@ -221,14 +234,12 @@ def _predicted(
     gpu: str,
     shape: Shape,
     files: Sequence[File],
-    profiled: Sequence[Sampled] = (),
     *,
     makes: bool,
 ) -> Row | None:
     """Return a version's prediction for 12 heads and 1,024 tokens, with its stalls if possible.
 
-    makes: whether to predict if the files have no stalls, or to compare them with those of a
-    report. Returns None if there is no prediction.
+    makes: whether to predict if the files have no stalls. Returns None if there is no prediction.
     """
     card, version = find_gpu(gpu), kernel.version
     cell = KernelCell(
@@ -244,10 +255,8 @@ def _predicted(
         if (row.contender, row.kernel, row.extra.get("version_digest")) == wanted
         and (row.reason or "needs_us" in row.extra)  # converted files have only the time
     ]
-    if makes and (profiled or not any("stalls" in row.extra for row in found)):
-        row, kernel.compared = explain_backend(
-            kernel.name, version, cell, gpu=gpu, kernels=profiled
-        )
+    if makes and not any("stalls" in row.extra for row in found):
+        (row,) = predict_version(kernel.name, version, [cell], gpu=gpu, lines=True)
         return row
     return found[-1] if found else None
 
@@ -308,11 +317,6 @@ def _turns(found: Recording) -> Picture:
         rows.append((f"{barriers}", order, f"{len(warps)}", f"{least:,}", f"{most:,}"))
     head = ["barriers before", "order of warps", "turns", "least accesses", "most accesses"]
     return Picture(title, charts.turns(found.turns), table=Table(title, head, rows))
-
-
-def _compared_lines(found: Comparison) -> Table:
-    lines = map(dataclasses.asdict, found.lines[: nsight.WORST])
-    return explained.lines_table(f"Of {found.samples:,} samples of stalls", lines)
 
 
 def _text(name: str) -> str:

@@ -1,0 +1,214 @@
+"""Execute what warps do at their own pace: mbarriers, tiles copied by TMA, numbered barriers.
+
+A copy is complete as soon as it is asked for. A thread that tests a phase waits until it is
+complete, so each test is executed once, whatever it took. Which arrivals and copies make up each
+phase is recorded; multiprocessor.py gives them their times.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
+from attention_kernels.inspection.sass.state import LOW, Blocks, Event, Mbarrier, Numbered
+
+# The constant at 0x198 is the address of constant bank 0 from 0x210 on, where nvcc's code looks for
+# tensor maps. Here it is far from all tensors.
+_BANK_POINTER, _BANK_BEGIN, _BANK_ADDRESS = 0x198, 0x210, 64 << 40
+# The emulator's tensor map, see csrc/emulator/in_flight.h: address, sizes, strides in bytes, box,
+# bytes of an element, swizzle.
+_MAP = struct.Struct("<Q4q4q4iii")
+
+
+def with_bank_pointer(constants: bytes) -> bytes:
+    """Return constant bank 0 with its own address in it."""
+    pointer = _BANK_ADDRESS.to_bytes(8, "little")
+    return constants[:_BANK_POINTER] + pointer + constants[_BANK_POINTER + 8 :]
+
+
+def is_test(one: Instruction) -> bool:
+    """Return whether an instruction tests whether a phase is complete."""
+    return one.base == "SYNCS" and "PHASECHK" in one.modifiers
+
+
+def is_numbered(one: Instruction) -> bool:
+    """Return whether a barrier has a number of threads, and so need not be the whole block's."""
+    return one.base == "BAR" and one.modifiers[0] in ("SYNC", "ARV") and len(one.operands) == 2
+
+
+def hold(blocks: Blocks, one: Instruction) -> bool:
+    """Make the lanes wait whose phase is not complete, and return whether there are any."""
+    state = blocks.synchronization
+    found = False
+    for warp, lane in _warps(blocks):
+        barrier, _ = _mbarrier(blocks, one, lane)
+        parity = int(blocks.read(one.operands[-1])[lane]) >> 31
+        if barrier.phase % 2 == parity:
+            lanes = slice(warp * WARP, (warp + 1) * WARP)
+            state.testing[lanes] |= blocks.mask[lanes]
+            found = True
+    return found
+
+
+def mbarrier(blocks: Blocks, one: Instruction) -> None:
+    """Execute SYNCS: initialize an mbarrier, arrive at it or pass a test."""
+    signals, awaits = _contributions(blocks)
+    for warp, lane in _warps(blocks):
+        if "EXCH" in one.modifiers:
+            # The word counts arrivals up to 2^20, from bit 1 on.
+            arrivals = (1 << 20) - (int(blocks.read(one.operands[-1])[lane]) >> 1)
+            place = warp // blocks.warps, _address(blocks, one, lane)
+            blocks.synchronization.mbarriers[place] = Mbarrier(arrivals, arrivals)
+            continue
+        barrier, place = _mbarrier(blocks, one, lane)
+        if is_test(one):
+            if barrier.phase:
+                awaits[warp] = ("phase", *place, barrier.phase - 1)
+            continue
+        lanes = slice(warp * WARP, (warp + 1) * WARP)
+        arriving = np.flatnonzero(blocks.mask[lanes]) + warp * WARP
+        signals[warp] = ("phase", *place, barrier.phase)
+        barrier.left -= len(arriving)
+        barrier.bytes += int(blocks.read(one.operands[-1])[arriving].sum())
+        _complete(blocks, place)
+    if is_test(one):
+        blocks.write_predicate(one.operands[0], True)
+
+
+def copy_tile(blocks: Blocks, one: Instruction) -> None:
+    """Execute UTMALDG, a box of a tensor, and UBLKCP, contiguous bytes, from global memory."""
+    issue, (signals, _) = blocks.issued[-1], _contributions(blocks)
+    issue.wavefronts, issue.misses = np.zeros((2, blocks.lanes // WARP), np.int64)
+    _, register = consecutive(one.operands[0].strip("[]"), 2)  # it holds the mbarrier's address
+    for warp, lane in _warps(blocks):
+        if one.base == "UBLKCP":
+            size = 16 * int(blocks.read(one.operands[2])[lane])
+            rows = [(int(blocks.read64(one.operands[1].strip("[]"))[lane]), size)]
+        else:
+            size, rows = _box(blocks, one, lane)
+        issue.wavefronts[warp] = -(-size // 128)
+        for address, count in rows:
+            sectors = (address + count + 31 >> 5) - (address >> 5)
+            issue.misses[warp] += sectors
+            blocks.fetched[address >> 40] += sectors
+        place = warp // blocks.warps, int(blocks.read(register)[lane])
+        barrier = _at(blocks, one, place)
+        signals[warp] = ("phase", *place, barrier.phase)
+        barrier.bytes -= size
+        _complete(blocks, place)
+
+
+def _box(blocks: Blocks, one: Instruction, lane: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the bytes of a box, and the address and length of its rows within bounds."""
+    dimensions = int(one.modifiers[0].rstrip("D"))
+    registers = consecutive(one.operands[0].strip("[]"), 2 + dimensions)
+    at = [int(blocks.read(name)[lane]) for name in registers[2:]]
+    at = [(x ^ 1 << 31) - (1 << 31) for x in at] + [0] * (4 - dimensions)
+    pointer = int(blocks.read64(one.operands[1].strip("[]"))[lane])
+    begin = pointer - _BANK_ADDRESS + _BANK_BEGIN
+    if not 0 <= begin <= len(blocks.constants) - _MAP.size:
+        raise SassError(f"the tensor map of {one.name} is not a parameter of the kernel")
+    tensor, *words = _MAP.unpack_from(blocks.constants, begin)
+    sizes, strides, box, element = words[:4], words[4:8], words[8:12], words[12]
+    total = box[0] * box[1] * box[2] * box[3] * element
+    first, end = (min(max(x, 0), sizes[0]) for x in (at[0], at[0] + box[0]))
+    rows = [
+        (tensor + first * element + i * strides[1] + j * strides[2] + k * strides[3])
+        for k in _within(at[3], box[3], sizes[3])
+        for j in _within(at[2], box[2], sizes[2])
+        for i in _within(at[1], box[1], sizes[1])
+    ]
+    return total, [(row, (end - first) * element) for row in rows if end > first]
+
+
+def _within(at: int, count: int, size: int) -> range:
+    return range(max(at, 0), min(at + count, size))
+
+
+def barrier(blocks: Blocks, one: Instruction) -> None:
+    """Execute BAR.SYNC and BAR.ARV of a numbered barrier; that of the whole block is run()'s."""
+    if not is_numbered(one):
+        return
+    state = blocks.synchronization
+    signals, awaits = _contributions(blocks)
+    for warp, lane in _warps(blocks):
+        number, threads = (int(blocks.read(x)[lane]) for x in one.operands[:2])
+        block = warp // blocks.warps
+        numbered = state.numbered.setdefault((block, number), Numbered())
+        event = ("numbered", block, number, numbered.generation)
+        signals[warp] = event
+        numbered.warps.append(warp)
+        if "SYNC" in one.modifiers:
+            awaits[warp] = event
+            numbered.waiting.append(warp)
+            lanes = slice(warp * WARP, (warp + 1) * WARP)
+            state.parked[lanes] |= blocks.mask[lanes]
+        if len(numbered.warps) * WARP >= threads:
+            for other in numbered.waiting:
+                state.parked[other * WARP : (other + 1) * WARP] = False
+            state.numbered[block, number] = Numbered(generation=numbered.generation + 1)
+
+
+def move_registers(blocks: Blocks, one: Instruction) -> None:
+    """Execute USETMAXREG: registers that warps give up are there for those that ask for more."""
+    signals, awaits = _contributions(blocks)
+    for warp, _ in _warps(blocks):
+        event = ("registers", warp // blocks.warps, 0, 0)
+        if "DEALLOC" in one.modifiers:
+            signals[warp] = event
+        else:
+            awaits[warp] = event
+    if "TRY_ALLOC" in one.modifiers:
+        blocks.write_predicate(one.operands[0], True)
+
+
+def elect(blocks: Blocks, one: Instruction) -> None:
+    """Execute ELECT: the predicate holds in the first active lane of each warp."""
+    chosen = np.zeros_like(blocks.mask)
+    for _, lane in _warps(blocks):
+        chosen[lane] = True
+    blocks.write_predicate(one.operands[0], chosen)
+
+
+def _contributions(blocks: Blocks) -> tuple[dict[int, Event], dict[int, Event]]:
+    """Return what warps contribute to and wait for in the last instruction, to be filled."""
+    signals: dict[int, Event] = {}
+    awaits: dict[int, Event] = {}
+    blocks.issued[-1].signals, blocks.issued[-1].awaits = signals, awaits
+    return signals, awaits
+
+
+def _warps(blocks: Blocks) -> list[tuple[int, int]]:
+    """Return the warps that have active lanes, each with the first of these."""
+    active = blocks.mask.reshape(-1, WARP)
+    warps = np.flatnonzero(active.any(1))
+    lanes = warps * WARP + active[warps].argmax(1)
+    return [*zip(warps.tolist(), lanes.tolist(), strict=True)]
+
+
+def _address(blocks: Blocks, one: Instruction, lane: int) -> int:
+    return int(blocks.address(one.memory[0], wide=False)[lane]) & LOW
+
+
+def _mbarrier(blocks: Blocks, one: Instruction, lane: int) -> tuple[Mbarrier, tuple[int, int]]:
+    place = lane // (blocks.warps * WARP), _address(blocks, one, lane)
+    return _at(blocks, one, place), place
+
+
+def _at(blocks: Blocks, one: Instruction, place: tuple[int, int]) -> Mbarrier:
+    if place not in blocks.synchronization.mbarriers:
+        raise SassError(f"{one.name} uses an mbarrier that nobody initialized")
+    return blocks.synchronization.mbarriers[place]
+
+
+def _complete(blocks: Blocks, place: tuple[int, int]) -> None:
+    """Go on to the next phase if nothing is missing in this one."""
+    barrier = blocks.synchronization.mbarriers[place]
+    if barrier.left == 0 and barrier.bytes == 0:
+        barrier.left = barrier.arrivals
+        barrier.phase += 1
+        lanes = slice(place[0] * blocks.warps * WARP, (place[0] + 1) * blocks.warps * WARP)
+        blocks.synchronization.testing[lanes] = False

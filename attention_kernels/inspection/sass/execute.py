@@ -1,0 +1,523 @@
+"""Execute a kernel's machine code without a GPU, to see which instructions its warps execute.
+
+All threads of the blocks run in parallel, those at the lowest address first, so lanes that have
+left a loop wait behind it for the others. Loaded values and floating-point results are zero, so
+control flow that depends on data is not followed. test_sass.py shows that the instructions are
+understood correctly, and the counts equal the profiler's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.sass import asynchronous
+from attention_kernels.inspection.sass.decode import (
+    IS_PREDICATE,
+    Instruction,
+    SassError,
+    consecutive,
+)
+from attention_kernels.inspection.sass.state import LOW, Blocks, Issue, Mask, Values
+
+_INSTRUCTION_BYTES = 16
+_CONTROL = ("BRA", "CALL", "RET", "EXIT", "BAR")
+
+# ---- Control flow --------------------------------------------------------------------------------
+
+
+def run(blocks: Blocks, max_issued: int) -> None:
+    """Run until every thread has ended.
+
+    Raises SassError after max_issued instructions, and for an unknown branch or operand. Other
+    unknown instructions write zero.
+    """
+    code = blocks.code
+    operations = [_operation(one) for one in code]
+    tests = {index for index, one in enumerate(code) if asynchronous.is_test(one)}
+    state = blocks.synchronization
+    done = ~blocks.exists
+    waiting = np.zeros(blocks.lanes, np.bool_)
+    where = np.zeros(blocks.lanes, np.int64)
+    while not done.all():
+        live = ~(done | waiting | state.parked | state.testing)
+        if not live.any():
+            waiting &= ~_at_complete_barriers(blocks, waiting, done)
+            continue
+        pc = int(where[live].min())
+        here = live & (where == pc)
+        others = where[live & ~here]
+        stop = int(others.min()) if others.size else len(code)
+        # Run without a branch until these threads branch or meet others.
+        while pc < stop:
+            one, operation = code[pc], operations[pc]
+            blocks.mask = here & blocks.predicate(one.guard) if one.guard else here
+            if pc in tests and asynchronous.hold(blocks, one):
+                where[here] = pc
+                break
+            blocks.issued.append(Issue(pc, here.reshape(-1, WARP).any(1)))
+            pc += 1
+            if operation and blocks.mask.any():
+                operation(blocks, one)
+            if one.base in _CONTROL:
+                where[here] = pc
+                if one.base == "EXIT":
+                    done |= blocks.mask
+                elif one.base == "BAR":
+                    if not asynchronous.is_numbered(one):
+                        waiting |= blocks.mask
+                else:
+                    taken = _taken(blocks, one, here)
+                    where[taken] = _targets(blocks, one)[taken]
+                break
+        else:
+            where[here] = pc
+        if len(blocks.issued) > max_issued:
+            raise SassError(f"a block executes more than {max_issued} instructions")
+
+
+def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:
+    """Return the waiting lanes of the blocks of which no thread waits for anything else."""
+    lanes = blocks.warps * WARP
+    found = waiting & np.repeat((done | waiting).reshape(-1, lanes).all(1), lanes)
+    if not found.any():
+        raise SassError("the threads of a block wait for each other")
+    return found
+
+
+def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
+    """Return the lanes that take the branch, of those that have reached it."""
+    taken = blocks.mask
+    if "ANY" in one.modifiers:  # all lanes of a warp of which one does
+        return here & np.repeat(taken.reshape(-1, WARP).any(1), WARP)
+    if "DIV" in one.modifiers:  # only a diverged warp takes this branch
+        return np.zeros_like(taken)
+    for operand in one.operands[:-1]:
+        if IS_PREDICATE.fullmatch(operand):
+            taken = taken & blocks.predicate(operand)
+    return taken
+
+
+def _targets(blocks: Blocks, one: Instruction) -> Values:
+    """Return the index of the instruction to which each lane branches."""
+    place = one.operands[0 if one.base == "RET" else -1].strip("`()").split()[0]
+    return blocks.read(place) // _INSTRUCTION_BYTES
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+def _shared_access(blocks: Blocks, one: Instruction) -> None:
+    size, mask, is_matrix = one.size, blocks.mask, one.base in ("LDSM", "STSM")
+    if is_matrix:  # each of the first lanes, 8 per matrix, accesses a row of 16 bytes
+        count = int(one.modifiers[-1]) if one.modifiers[-1].isdigit() else 1
+        size, mask = 16, mask & (np.arange(blocks.lanes) % WARP < 8 * count)
+    at = blocks.address(one.memory[0], wide=False) & LOW
+    blocks.request_shared(at, size, mask, merges=not is_matrix)
+    _load_zeros(blocks, one)
+
+
+def _global_access(blocks: Blocks, one: Instruction) -> None:
+    addresses = blocks.address(one.memory[-1], wide=True)
+    blocks.request_global(addresses, one)
+    if one.base == "LDGSTS":
+        at = blocks.address(one.memory[0], wide=False) & LOW
+        blocks.request_shared(at, one.size, blocks.mask)
+    _load_zeros(blocks, one)
+    for place, word in blocks.words.items() if len(one.loaded) == 1 else ():
+        found = np.where(addresses >> 40 == place, word, blocks.read(one.loaded[0]))
+        blocks.write(one.loaded[0], found)
+
+
+def _load_zeros(blocks: Blocks, one: Instruction) -> None:
+    for register in one.loaded:
+        blocks.write(register, 0)
+
+
+def _local_access(blocks: Blocks, one: Instruction) -> None:
+    """Execute LDL and STL: spilled registers are at [R1+offset]; other addresses read as 0.
+
+    The lanes' words are next to each other, and stay in L1.
+    """
+    active = blocks.mask.reshape(-1, WARP).any(1)
+    blocks.issued[-1].lines = np.where(active, max(1, one.size // 4), 0)
+    found = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", one.memory[0])
+    if not found:
+        _load_zeros(blocks, one)
+        return
+    first = int(found[1] or "0", 16)
+    stored = one.operands[-1] if one.base == "STL" else "RZ"
+    for i, register in enumerate(one.loaded or consecutive(stored, one.size // 4)):
+        kept = blocks.spilled.get(first + 4 * i, blocks.read("RZ"))
+        if one.base == "STL":
+            kept = np.where(blocks.mask, blocks.read(register), kept)
+            blocks.spilled[first + 4 * i] = kept
+        else:
+            blocks.write(register, kept)
+
+
+def _load_constant(blocks: Blocks, one: Instruction) -> None:
+    register, source = one.operands[:2]
+    if one.size == 8:
+        blocks.write64(register, blocks.read64(source))
+    else:
+        blocks.write(register, blocks.read(source) & (1 << 8 * min(4, one.size)) - 1)
+
+
+# ---- Integers ------------------------------------------------------------------------------------
+
+
+def _signed(values: Values) -> Values:
+    return (values ^ 0x80000000) - 0x80000000
+
+
+def _carry_in(blocks: Blocks, one: Instruction) -> Values | int:
+    return sum(blocks.predicate(x).astype(int) for x in one.split[2]) if "X" in one.modifiers else 0
+
+
+def _add(blocks: Blocks, one: Instruction) -> None:
+    """Execute IADD3 and VIADD: up to three terms, carries out and, with .X, carries in."""
+    carried, sources, _ = one.split
+    total = np.zeros(blocks.lanes, np.int64)
+    for x in sources:
+        is_negative = x[0] == "-" and x[1] in "RUc"  # subtracting 0 produces a carry
+        total += (blocks.read(x[1:]) ^ LOW) + 1 if is_negative else blocks.read(x)
+    total += _carry_in(blocks, one)
+    blocks.write(one.operands[0], total)
+    for limit, name in enumerate(carried, 1):
+        blocks.write_predicate(name, total >> 32 >= limit)
+
+
+def _multiply_add(blocks: Blocks, one: Instruction) -> None:
+    carried, (x, y, z), _ = one.split
+    a, b = blocks.read(x), blocks.read(y)
+    if "WIDE" not in one.modifiers and "HI" not in one.modifiers:
+        blocks.write(one.operands[0], a * b + blocks.read(z) + _carry_in(blocks, one))
+        return
+    product = a * b if "U32" in one.modifiers else _signed(a) * _signed(b)
+    total = product + blocks.read64(z)
+    if "HI" in one.modifiers:
+        blocks.write(one.operands[0], total >> 32)
+    else:
+        blocks.write64(one.operands[0], total)
+    for name in carried[:1]:
+        blocks.write_predicate(name, total.astype(np.uint64) < product.astype(np.uint64))
+
+
+def _shift_add(blocks: Blocks, one: Instruction) -> None:
+    """Execute LEA: (a << s) + b; with .HI the upper word of (c:a) << s, plus b."""
+    carried, sources, _ = one.split
+    a, shift = blocks.read(sources[0]), int(sources[-1], 16) & 31
+    term = a << shift
+    if "HI" in one.modifiers:
+        upper = np.zeros_like(a)
+        if "SX32" in one.modifiers:
+            upper = _signed(a) >> 32
+        elif len(sources) == 4:
+            upper = blocks.read(sources[2])
+        term = (a | upper << 32) << shift >> 32
+    total = (term & LOW) + blocks.read(sources[1]) + _carry_in(blocks, one)
+    blocks.write(one.operands[0], total)
+    for name in carried[:1]:
+        blocks.write_predicate(name, total > LOW)
+
+
+def _shift(blocks: Blocks, one: Instruction) -> Values:
+    """Execute SHF: return one word of a shifted pair, with .HI the upper one."""
+    low, amount, high = (blocks.read(x) for x in one.operands[1:4])
+    width = 64 if {"U64", "S64"} & {*one.modifiers} else 32
+    by = amount % width if "W" in one.modifiers else np.minimum(amount, width)
+    pair = low | high << 32
+    if "L" in one.modifiers:
+        found = np.where(by >= 64, 0, pair << np.minimum(by, 63))
+    elif {"S32", "S64"} & {*one.modifiers}:
+        found = pair >> np.minimum(by, 63)
+    else:
+        shifted = pair.astype(np.uint64) >> np.minimum(by, 63).astype(np.uint64)
+        found = np.where(by >= 64, 0, shifted.astype(np.int64))
+    return found >> 32 if "HI" in one.modifiers else found
+
+
+def _minimum(blocks: Blocks, one: Instruction) -> Values:
+    """Execute IMNMX, VIMNMX and VIADDMNMX, which first adds its first two operands."""
+    _, sources, trailing = one.split
+    *terms, y = (blocks.read(x) for x in sources)
+    x: Values = np.sum(terms, 0) & LOW
+    if "U32" not in one.modifiers:
+        x, y = _signed(x), _signed(y)
+    return np.where(blocks.predicate(trailing[0]), np.minimum(x, y), np.maximum(x, y))
+
+
+def _extend(blocks: Blocks, one: Instruction) -> Values:
+    """Execute SGXT: repeat the sign bit of the lowest bits, or with .U32 clear the bits above."""
+    source, width = (blocks.read(x) for x in one.operands[1:3])
+    bits = source & (1 << width) - 1
+    if "U32" in one.modifiers:
+        return bits
+    sign: Values = 1 << np.maximum(width, 1) - 1
+    return (bits ^ sign) - sign
+
+
+def _permute(blocks: Blocks, one: Instruction) -> Values:
+    a, select, b = (blocks.read(x) for x in one.operands[1:4])
+    pair = a | b << 32
+    total = np.zeros_like(a)
+    for i in range(4):
+        byte = pair >> (select >> 4 * i & 7) * 8 & 255
+        is_sign = select >> 4 * i & 8 != 0  # repeat the byte's sign bit
+        total |= np.where(is_sign, (byte >> 7) * 255, byte) << 8 * i
+    return total
+
+
+# ---- Logic and predicates ------------------------------------------------------------------------
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal,
+    "EQ": np.equal, "NE": np.not_equal, "NAN": lambda x, y: np.isnan(x) | np.isnan(y),
+    "NUM": lambda x, y: ~(np.isnan(x) | np.isnan(y)),
+}  # fmt: skip
+
+
+_Bits = TypeVar("_Bits", Values, Mask)
+
+
+def _lookup(table: str, a: _Bits, b: _Bits, c: _Bits) -> _Bits:
+    """Look up each bit's result in a table of eight, the binary digits of a number."""
+    found = np.zeros_like(a)
+    for i in range(8):
+        if int(table, 16) >> i & 1:
+            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return found
+
+
+def _logic(blocks: Blocks, one: Instruction) -> None:
+    operands = [x for x in one.operands if x != "PT"]
+    predicate = operands.pop(0) if IS_PREDICATE.fullmatch(operands[0]) else "PT"
+    register, a, b, c, table = operands[:5]
+    found = _lookup(table, blocks.read(a), blocks.read(b), blocks.read(c))
+    blocks.write(register, found)
+    blocks.write_predicate(predicate, found & LOW != 0)
+
+
+def _predicate_logic(blocks: Blocks, one: Instruction) -> None:
+    first, second, a, b, c, *tables = one.operands[-7:]
+    bits = [blocks.predicate(x) for x in (a, b, c)]
+    for name, table in zip((first, second), tables, strict=True):
+        blocks.write_predicate(name, _lookup(table, *bits))
+
+
+def _compare(blocks: Blocks, one: Instruction) -> None:
+    first, second, a, b, *rest = one.operands
+    pair: list[npt.NDArray[Any]] = [blocks.read(a), blocks.read(b)]
+    if one.base == "FSETP":
+        pair = [_float(values) for values in pair]
+    elif "U32" not in one.modifiers:
+        pair = [_signed(values) for values in pair]
+    x, y = pair
+    found = _COMPARISONS[one.modifiers[0].removesuffix("U")](x, y)
+    if "EX" in one.modifiers:  # the upper words decide unless they are equal
+        found = np.where(np.equal(x, y), blocks.predicate(rest[1]), found)
+    joins = {"OR": np.logical_or, "XOR": np.logical_xor}
+    join = next((joins[part] for part in one.modifiers if part in joins), np.logical_and)
+    other = blocks.predicate(rest[0])
+    both = join(found, other), join(~found, other)
+    blocks.write_predicate(first, both[0])
+    blocks.write_predicate(second, both[1])
+
+
+def _select(blocks: Blocks, one: Instruction) -> Values:
+    _, a, b, predicate, *_ = one.operands
+    return np.where(blocks.predicate(predicate), blocks.read(a), blocks.read(b))
+
+
+def _predicates_to_register(blocks: Blocks, one: Instruction) -> Values:
+    *_, source, which = one.operands
+    found = blocks.read(source) & ~int(which, 16)
+    for i in _bits(which):
+        found |= blocks.predicates[i].astype(np.int64) << i
+    return found
+
+
+def _register_to_predicates(blocks: Blocks, one: Instruction) -> None:
+    _, source, which = one.operands
+    for i in _bits(which):
+        blocks.write_predicate(f"P{i}", blocks.read(source) >> i & 1 != 0)
+
+
+def _bits(which: str) -> list[int]:
+    """Return the predicates that a mask selects, without PT."""
+    return [i for i in range(7) if int(which, 16) >> i & 1]
+
+
+def _vote(blocks: Blocks, one: Instruction) -> None:
+    predicates = [x for x in one.operands if IS_PREDICATE.fullmatch(x)]
+    asked = blocks.predicate(predicates[-1])
+    lanes = (asked & blocks.mask).reshape(-1, WARP)
+    is_all = "ALL" in one.modifiers
+    found = ~(~asked & blocks.mask).reshape(-1, WARP).any(1) if is_all else lanes.any(1)
+    if len(predicates) > 1:
+        blocks.write_predicate(predicates[0], np.repeat(found, WARP))
+    for x in one.operands[:2]:
+        if re.fullmatch(r"U?R\d+", x):
+            blocks.write(x, np.repeat((lanes << np.arange(WARP)).sum(1), WARP))
+
+
+def _shuffle(blocks: Blocks, one: Instruction) -> None:
+    """Execute SHFL as PTX defines it ("shfl.sync")."""
+    predicate, register, *sources = one.operands
+    values, b, c = (blocks.read(x) for x in sources)
+    lane = np.arange(blocks.lanes) % WARP
+    clamp, segment = c & 31, c >> 8 & 31
+    most = lane & segment | clamp & ~segment
+    other = {
+        "IDX": lane & segment | b & 31 & ~segment,
+        "UP": lane - b,
+        "DOWN": lane + b,
+        "BFLY": lane ^ b,
+    }[one.modifiers[0]]
+    is_within = other >= most if one.modifiers[0] == "UP" else other <= most
+    blocks.write_predicate(predicate, is_within)
+    first = np.arange(blocks.lanes) - lane
+    blocks.write(register, values[first + np.where(is_within, other, lane)])
+
+
+def _to_uniform(blocks: Blocks, one: Instruction) -> Values:
+    """Execute R2UR: return the value of each warp's first active lane."""
+    values = blocks.read(one.operands[-1]).reshape(-1, WARP)
+    first = blocks.mask.reshape(-1, WARP).argmax(1)[:, None]
+    return np.repeat(np.take_along_axis(values, first, 1).ravel(), WARP)
+
+
+# ---- Floating point ------------------------------------------------------------------------------
+
+_FLOATING = re.compile(
+    r"F(ADD|MUL|FMA|MNMX|SET|RND|SWZADD|ADD2|FMA2|MUL2|2F|2FP)|H\w+|MUFU|D\w+|IMMA|CS2R|REDUX"
+    r"|MATCH|MOVM"
+)
+
+
+def _float(values: Values) -> npt.NDArray[np.float32]:
+    return values.astype(np.uint32).view(np.float32)
+
+
+def _zero(blocks: Blocks, one: Instruction) -> None:
+    found = next((x for x in one.operands[:2] if re.fullmatch(r"U?R(\d+|Z)(\.\w+)?", x)), "RZ")
+    if one.base == "CS2R" and "32" not in one.modifiers:
+        blocks.write64(found, 0)
+    else:
+        blocks.write(found, 0)
+
+
+def _unknown(blocks: Blocks, one: Instruction) -> None:
+    _zero(blocks, one)
+
+
+def _two_halves(blocks: Blocks, one: Instruction) -> None:
+    """Execute HFMA2 -RZ, RZ, which loads a constant."""
+    high, low = (np.float16(x.replace("QNAN", "nan")).view(np.uint16) for x in one.operands[3:])
+    blocks.write(one.operands[0], int(high) << 16 | int(low))
+
+
+def _to_float(blocks: Blocks, one: Instruction) -> Values:
+    source: npt.NDArray[Any] = blocks.read(one.operands[-1])
+    if "U64" in one.modifiers:
+        source = blocks.read64(one.operands[-1]).view(np.uint64)
+    elif "U32" not in one.modifiers:
+        source = _signed(source)
+    exact = source.astype(np.longdouble)
+    rounded = exact.astype(np.float32)
+    if "RP" in one.modifiers:
+        rounded = np.where(rounded < exact, np.nextafter(rounded, np.float32(np.inf)), rounded)
+    return rounded.view(np.uint32).astype(np.int64)
+
+
+def _to_integer(blocks: Blocks, one: Instruction) -> None:
+    source = np.nan_to_num(_float(blocks.read(one.operands[-1])).astype(np.float64))
+    if "U64" in one.modifiers:
+        most = np.nextafter(2.0**64, 0.0)
+        found = np.clip(source, 0.0, most).astype(np.uint64)
+        blocks.write64(one.operands[0], found.view(np.int64))
+    else:
+        blocks.write(one.operands[0], np.clip(source, -(2.0**31), 2.0**32 - 1).astype(np.int64))
+
+
+def _reciprocal(blocks: Blocks, one: Instruction) -> Values:
+    with np.errstate(all="ignore"):
+        return (1 / _float(blocks.read(one.operands[1]))).view(np.uint32).astype(np.int64)
+
+
+# ---- What each instruction does ------------------------------------------------------------------
+
+Operation: TypeAlias = Callable[[Blocks, Instruction], None]
+_NO_EFFECT = {
+    "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
+    "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
+    "BPT", "KILL", "CGAERRBAR", "UCGABAR_ARV", "UCGABAR_WAIT", *_CONTROL[:-1],
+}  # fmt: skip
+# Instructions that write a value to their first operand.
+_VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {
+    "SEL": _select, "FSEL": _select,
+    "SGXT": _extend, "IMNMX": _minimum, "VIMNMX": _minimum, "VIADDMNMX": _minimum,
+    "SHF": _shift, "PRMT": _permute, "R2UR": _to_uniform, "P2R": _predicates_to_register,
+    "I2F": _to_float, "I2FP": _to_float,
+    "MOV": lambda blocks, one: blocks.read(one.operands[1]),
+    "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
+    "POPC": lambda blocks, one: sum(blocks.read(one.operands[1]) >> i & 1 for i in range(32)),
+    "S2R": lambda blocks, one: blocks.special.get(one.operands[1], 0),
+}  # fmt: skip
+_VALUES |= {"MOV32I": _VALUES["MOV"], "S2UR": _VALUES["S2R"]}
+_OPERATIONS: dict[str, Operation] = {
+    **dict.fromkeys(("LDS", "STS", "LDSM", "STSM", "ATOMS"), _shared_access),
+    **dict.fromkeys(("LDG", "STG", "LD", "ST", "LDGSTS", "ATOM", "ATOMG", "RED", "REDG"),
+                    _global_access),
+    "LDL": _local_access, "STL": _local_access, "LDC": _load_constant, "LDCU": _load_constant,
+    "IADD": _add, "IADD3": _add, "VIADD": _add, "IMAD": _multiply_add, "LEA": _shift_add,
+    "LOP3": _logic, "PLOP3": _predicate_logic, "ISETP": _compare, "FSETP": _compare,
+    "F2I": _to_integer, "R2P": _register_to_predicates, "VOTE": _vote, "VOTEU": _vote,
+    "SHFL": _shuffle,
+    "BAR": asynchronous.barrier, "SYNCS": asynchronous.mbarrier, "ELECT": asynchronous.elect,
+    **dict.fromkeys(("UTMALDG", "UBLKCP"), asynchronous.copy_tile),
+    "USETMAXREG": asynchronous.move_registers,
+    "FCHK": lambda blocks, one: blocks.write_predicate(one.operands[0], False),
+}  # fmt: skip
+
+
+_DOUBLE = re.compile(r"D(ADD|MUL|FMA|MNMX|SETP|MMA)")
+_UNKNOWN_BRANCH = re.compile(r"BRXU?|JMPU?|JMXU?|RPCMOV")
+
+
+def assumed(code: Sequence[Instruction]) -> list[str]:
+    """Return the names of the instructions that are timed as integer arithmetic for lack of data.
+
+    Those are double precision, and whatever is unknown.
+    """
+    found = {one.name for one in code if _operation(one) is _unknown}
+    return sorted(found | {one.name for one in code if _DOUBLE.fullmatch(one.base)})
+
+
+def _operation(one: Instruction) -> Operation | None:
+    base = one.base
+    if base in _NO_EFFECT:
+        return None
+    if base == "HFMA2" and one.operands[1:3] == ("-RZ", "RZ"):
+        return _two_halves
+    if base == "MUFU" and "RCP" in one.modifiers:
+        return _writer(_reciprocal)
+    if _FLOATING.fullmatch(base):
+        return _zero
+    name = base if base in _OPERATIONS or base in _VALUES else base.removeprefix("U")
+    if name in _VALUES:
+        return _writer(_VALUES[name])
+    if _UNKNOWN_BRANCH.fullmatch(base):
+        raise SassError(f"cannot follow the branch {one.name}")
+    return _OPERATIONS.get(name, _unknown)
+
+
+def _writer(value: Callable[[Blocks, Instruction], Values | int]) -> Operation:
+    """Return an operation that writes a value to the first operand."""
+    return lambda blocks, one: blocks.write(one.operands[0], value(blocks, one))

@@ -1,0 +1,52 @@
+"""What predictions know of each GPU; gpus.toml gives the sources of the numbers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """One GPU of gpus.toml."""
+
+    name: str
+    devices: list[str]
+    arch: str
+    multiprocessors: int
+    clock_ghz: float
+    fp32_lanes: int
+    integer_lanes: int
+    special_lanes: int
+    tensor_cycles: float
+    """Cycles of one tensor core per mma.sync."""
+    warpgroup_flop: int
+    """FLOP per cycle of a multiprocessor in products of warpgroups (wgmma)."""
+    warpgroup_clocks_ghz: list[tuple[float, float]]
+    """The clock at the power limit, by the share of the time in which tensor cores execute them."""
+    shared_latency: int
+    l1_latency: int
+    l2_latency: int
+    memory_latency: int
+    l2_bytes_per_cycle: float
+    memory_gb_s: float
+    launch_us: float
+
+    def clock_at(self, busy: float) -> float:
+        """Return the clock in GHz, given the share of the time with products of warpgroups."""
+        shares, clocks = zip((0.0, self.clock_ghz), *self.warpgroup_clocks_ghz, strict=True)
+        return float(np.interp(busy, shares, clocks))
+
+
+@functools.cache
+def gpus() -> dict[str, GpuModel]:
+    """Return the known GPUs by the names that `--gpu` takes."""
+    text = Path(__file__).with_name("gpus.toml").read_bytes()
+    return {
+        key: GpuModel(**{name: v[0] if isinstance(v, list) else v for name, v in numbers.items()})
+        for key, numbers in msgspec.toml.decode(text).items()
+    }

@@ -1,0 +1,313 @@
+"""The state of the threads of some blocks while execute.py executes their machine code.
+
+Integers, predicates and addresses have values; loaded values and floating-point results are zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
+
+WARPGROUP = 4  # warps
+STORES = ("STG", "ST", "RED", "REDG", "STL")  # instructions that write to global or local memory
+# One register in every lane. It holds 32 bits; sums and products have room for carries.
+Values: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+LOW = 0xFFFFFFFF
+# R0 to R254 are rows 0 to 254, UR0 and up are rows from 256; RZ and URZ are never written.
+_RZ, _U, _URZ = 255, 256, 511
+
+
+Event: TypeAlias = tuple[str, int, int, int]
+"""Something that warps wait for: its kind, the block, and two numbers that tell it from others."""
+
+
+@dataclass
+class Mbarrier:
+    """A barrier in shared memory that counts arrivals and bytes, in phases."""
+
+    arrivals: int
+    """Arrivals that complete a phase."""
+    left: int
+    """Arrivals that the current phase still waits for."""
+    bytes: int = 0
+    """Bytes that it still waits for; negative if copies are ahead of their announcement."""
+    phase: int = 0
+    """Phases that are complete."""
+
+
+@dataclass
+class Numbered:
+    """A barrier of `bar.sync` with a number of threads."""
+
+    warps: list[int] = field(default_factory=list)
+    """Warps that have arrived."""
+    waiting: list[int] = field(default_factory=list)
+    """Those of them that wait."""
+    generation: int = 0
+
+
+class Synchronization:
+    """The barriers of some blocks, and the lanes that wait for them."""
+
+    def __init__(self, lanes: int) -> None:
+        self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
+        """By block, and address in shared memory."""
+        self.numbered: dict[tuple[int, int], Numbered] = {}
+        """By block and number."""
+        self.testing: Mask = np.zeros(lanes, np.bool_)
+        """Lanes that test a phase which is not complete; they test again when one is."""
+        self.parked: Mask = np.zeros(lanes, np.bool_)
+        """Lanes that wait at a numbered barrier."""
+
+
+_NOTHING: Mapping[int, Event] = MappingProxyType({})  # most instructions concern no event
+
+
+@dataclass
+class Issue:
+    """One instruction that some warps execute at once."""
+
+    index: int
+    """Index of the instruction."""
+    warps: Mask
+    wavefronts: Values | None = None
+    """Wavefronts of shared memory, by warp."""
+    lines: Values | None = None
+    """L1 cache lines (128 bytes each) that a global-memory request touches, by warp."""
+    misses: Values | None = None
+    """Sectors of global memory (32 bytes each) that go to L2, by warp: all of a store's,
+    otherwise those that no thread of the block has touched before."""
+    signals: Mapping[int, Event] = field(default_factory=lambda: _NOTHING)
+    """What each warp contributes to."""
+    awaits: Mapping[int, Event] = field(default_factory=lambda: _NOTHING)
+    """What each warp waits for."""
+
+
+@dataclass
+class Blocks:
+    """The threads of some blocks of a grid: their registers, and what they have executed."""
+
+    code: Sequence[Instruction]
+    constants: bytes
+    """Constant bank 0: block and grid dimensions, then the kernel's parameters."""
+    block: tuple[int, int, int]
+    """Dimensions of a block."""
+    indices: Sequence[tuple[int, int, int]]
+    """Indices of the blocks in the grid."""
+    words: Mapping[int, int] = field(default_factory=dict)
+    """What loads of 32 bits return, by terabyte of their address; elsewhere they return zero."""
+    issued: list[Issue] = field(default_factory=list)
+    """Instructions executed so far."""
+
+    def __post_init__(self) -> None:
+        x, y, z = self.block
+        threads = x * y * z
+        self.warps = -(-threads // WARP)  # warps per block
+        self.lanes = len(self.indices) * self.warps * WARP
+        self.values = np.zeros((512, self.lanes), np.int64)
+        self.predicates = np.zeros((16, self.lanes), np.bool_)
+        self.predicates[[7, 15]] = True
+        at = np.arange(self.lanes) % (self.warps * WARP)
+        index = np.repeat(np.array(self.indices), self.warps * WARP, 0)
+        self.special = {
+            "SR_TID.X": at % x,
+            "SR_TID.Y": at // x % y,
+            "SR_TID.Z": at // (x * y),
+            "SR_LANEID": at % WARP,
+            **{f"SR_CTAID.{axis}": index[:, i] for i, axis in enumerate("XYZ")},
+        }
+        self.exists: Mask = at < threads
+        self.mask = self.exists  # the lanes in which the current instruction takes effect
+        self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
+        self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
+        self.shared_end = 0  # bytes of shared memory up to the highest address accessed
+        self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
+        self._views: dict[tuple[str, bool], Values] = {}
+        self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
+        self.synchronization = Synchronization(self.lanes)
+
+    # ---- Operands --------------------------------------------------------------------------------
+
+    def read(self, operand: str, *, high: bool = False) -> Values:
+        """Return an operand's 32 bits in every lane; high: the upper word of a 64-bit operand."""
+        if (operand, high) in self._views:
+            return self._views[operand, high]
+        if operand[0] in "-~" and not re.match(r"-(0x|\d|INF|QNAN)", operand):
+            inverted: Values = self.read(operand[1:], high=high) ^ LOW
+            negative: Values = inverted + 1 & LOW
+            return negative if operand[0] == "-" else inverted
+        view = self._views[operand, high] = self._view(operand.strip("|"), high)
+        return view
+
+    def _view(self, operand: str, high: bool) -> Values:
+        """Return a live view of a register, or a constant repeated in every lane."""
+        if re.match(r"U?R(\d|Z)", operand):
+            row = _row(operand)
+            values: Values = self.values[row + (high and row not in (_RZ, _URZ))]
+            return values
+        if found := re.fullmatch(r"c\[0x(\w+)\]\[(?:(?:0x|U?RZ)(\w*)|.*)\]", operand):
+            word = 0  # the compiler's own constant, or an indexed one
+            if found[1] == "0" and found[2] is not None:
+                at = int(found[2] or "0", 16) + 4 * high
+                word = int.from_bytes(self.constants[at : at + 4], "little")
+        elif re.fullmatch(r"-?0x\w+", operand):
+            word = int(operand, 16) >> 32 * high & LOW
+        elif re.fullmatch(r"[-+]?(\d.*|INF|QNAN)", operand):
+            word = int(np.float32(operand.replace("QNAN", "nan")).view(np.uint32))
+        else:
+            raise SassError(f"unknown operand {operand}")
+        return np.broadcast_to(np.int64(word), self.lanes)
+
+    def read64(self, operand: str) -> Values:
+        """Return the value of a 64-bit operand."""
+        return self.read(operand) | self.read(operand, high=True) << 32
+
+    def predicate(self, name: str) -> Mask:
+        """Return the lanes in which a predicate, such as "P0" or "!UPT", holds."""
+        row: Mask = self.predicates[_predicate_row(name.lstrip("!"))]
+        return ~row if name[0] == "!" else row
+
+    def write(self, register: str, values: Values | int) -> None:
+        """Write a register in the lanes of the mask; a uniform one is common to the whole warp."""
+        row = _row(register)
+        if row not in (_RZ, _URZ):
+            mask = self._whole_warps() if row >= _U else self.mask
+            np.copyto(self.values[row], np.asarray(values) & LOW, where=mask)
+
+    def write64(self, register: str, values: Values | int) -> None:
+        """Write a pair of registers, the lower word into the one named."""
+        low, high = consecutive(register, 2)
+        self.write(low, values)
+        self.write(high, values >> 32)
+
+    def write_predicate(self, name: str, values: Mask | bool) -> None:
+        """Write a predicate in the lanes of the mask."""
+        row = _predicate_row(name)
+        if row not in (7, 15):
+            mask = self._whole_warps() if row > 7 else self.mask
+            np.copyto(self.predicates[row], values, where=mask)
+
+    def _whole_warps(self) -> Mask:
+        return np.repeat(self.mask.reshape(-1, WARP).any(1), WARP)
+
+    # ---- Memory ----------------------------------------------------------------------------------
+
+    def address(self, operand: str, *, wide: bool) -> Values:
+        """Return the address in each lane; wide: registers without a modifier hold 64 bits."""
+        total = np.zeros(self.lanes, np.int64)
+        for name, is_wide, factor in _terms(operand, wide):
+            total += (self.read64(name) if is_wide else self.read(name)) * factor
+        return total
+
+    def request_shared(
+        self, addresses: Values, size: int, mask: Mask, *, merges: bool = True
+    ) -> None:
+        """Count the wavefronts of each warp's request, as csrc/recorders/accesses.cpp does.
+
+        size: bytes per lane. merges: two groups of lanes can share a wavefront.
+        """
+        if mask.any():
+            self.shared_end = max(self.shared_end, int(addresses[mask].max()) + size)
+        by_warp = addresses.reshape(-1, WARP)
+        active = mask.reshape(-1, WARP)
+        first = np.take_along_axis(by_warp, active.argmax(1)[:, None], 1)
+        relative = np.where(active, by_warp - (first & ~127), LOW)
+        patterns, row = relative.tobytes(), relative.itemsize * WARP
+        found = np.zeros(len(relative), np.int64)
+        for warp in np.flatnonzero(active.any(1)).tolist():
+            key = size, merges, patterns[warp * row : (warp + 1) * row]
+            if key not in self._wavefronts:
+                self._wavefronts[key] = _wavefronts(relative[warp], size, merges)
+            found[warp] = self._wavefronts[key]
+        self.issued[-1].wavefronts = found
+
+    def request_global(self, addresses: Values, one: Instruction) -> None:
+        """Count the L1 lines of each warp's request, and the sectors that go to L2."""
+        lines, misses = np.zeros((2, self.lanes // WARP), np.int64)
+        mask = self.mask.reshape(-1, WARP)
+        active = np.flatnonzero(mask.any(1))
+        mask = mask[active]
+        ends = np.stack([addresses, addresses + one.size - 1], 1) >> 5
+        ends = ends.reshape(-1, WARP, 2)[active]
+        first = np.take_along_axis(ends, mask.argmax(1)[:, None, None], 1)
+        sectors = np.sort(np.where(mask[..., None], ends, first).reshape(-1, 2 * WARP))
+        is_other = np.diff(sectors, prepend=-1) != 0
+        lines[active] = 1 + np.count_nonzero(np.diff(sectors >> 2), 1)
+        counts, different = is_other.sum(1).tolist(), iter(sectors[is_other].tolist())
+        for warp, count in zip(active.tolist(), counts, strict=True):
+            touched = [*itertools.islice(different, count)]
+            seen = self.seen[warp // self.warps]
+            new = touched if one.base in STORES else [x for x in touched if x not in seen]
+            misses[warp] = len(new)
+            if new and one.base not in STORES:
+                self.fetched[new[0] >> 35] += len(new)
+            seen.update(touched)
+        self.issued[-1].lines, self.issued[-1].misses = lines, misses
+
+
+def _wavefronts(relative: Values, size: int, merges: bool) -> int:
+    """Return the wavefronts of a request."""
+    lanes = [(lane, int(at)) for lane, at in enumerate(relative) if at != LOW]
+    group = WARP if size <= 4 else max(1, 128 // size)
+    total = first = 0
+    while first < WARP:
+        width = group
+        if merges and 2 * group <= WARP and first % (2 * group) == 0:
+            both = {lane: at for lane, at in lanes if first <= lane < first + 2 * group}
+            if any(all(both.get(lane ^ d, at) == at for lane, at in both.items()) for d in (1, 2)):
+                width = 2 * group
+        words = {
+            at // 4 + i
+            for lane, at in lanes
+            if first <= lane < first + width
+            for i in range(max(1, size // 4))
+        }
+        banks = Counter(word % 32 for word in words)
+        total += max(banks.values(), default=0)
+        first += width
+    return total
+
+
+@functools.cache
+def _row(register: str) -> int:
+    found = re.fullmatch(r"(U?)R(\d+|Z)(\.\w+)*", register)
+    if found is None:
+        raise SassError(f"{register} is not a register")
+    if found[2] == "Z":
+        return _URZ if found[1] else _RZ
+    return int(found[2]) + (_U if found[1] else 0)
+
+
+def _predicate_row(name: str) -> int:
+    return (8 if name[0] == "U" else 0) + (7 if name[-1] == "T" else int(name[-1]))
+
+
+@functools.cache
+def _terms(operand: str, wide: bool) -> list[tuple[str, bool, int]]:
+    """Return the terms of "[R2.64+UR4+0x10]", "desc[UR6][R2.64]" or "[R2.X4+0x10]".
+
+    Each term is a register or number, whether it has 64 bits, and a factor.
+    """
+    found = []
+    inner = operand.rpartition("[")[2].rstrip("]")
+    for term in re.split(r"\+(?=-?\w)", inner):
+        name, *modifiers = term.split(".")
+        factor = next((int(m[1:]) for m in modifiers if re.fullmatch(r"X\d+", m)), 1)
+        # A 32-bit register next to a 64-bit uniform one is an offset.
+        is_wide = "64" in modifiers or (wide and (name[0] == "U" or "UR" not in inner))
+        is_number = name[0] in "-0"
+        found.append((name, is_number or (is_wide and "U32" not in modifiers), factor))
+    return found

@@ -1,0 +1,26 @@
+"""The probe counts its operations correctly, in the emulator and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention_kernels.ladder import compilers
+from gpt2_infer.bench.limits import KINDS, THREADS, Rate, instruction_tflops
+
+FRAGMENT = {"mma_float16": 16 * 8 * 16, "mma_tf32": 16 * 8 * 8}  # multiply-adds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_operation_is_counted(kind):
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
+    rate = Rate(kind, blocks=2, iterations=3, device="cpu")
+    rate.run()
+    each = 16 * THREADS if kind == "ffma" else 8 * FRAGMENT[kind] * THREADS // 32
+    assert rate.flops() == 2 * 3 * 2 * each
+
+
+@pytest.mark.gpu
+def test_tensor_cores_do_more_than_ffma():
+    rates = instruction_tflops()
+    assert rates["ffma_tflops"] < rates["mma_tf32_tflops"] < rates["mma_float16_tflops"]
