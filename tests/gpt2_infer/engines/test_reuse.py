@@ -14,8 +14,6 @@ import torch
 
 from attention_kernels.backends import pytorch
 from gpt2_infer import GPT2, Sampling, engines, generate, sampling
-from gpt2_infer.bench import decoding
-from gpt2_infer.bench.record import DecodeCell
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base, fused, lend_engine
 from gpt2_infer.engines.fused import Fused, StepShape
@@ -212,23 +210,6 @@ def test_an_engine_serves_one_call_at_a_time(captured):
     keep_one()
     keep_two()
     assert {lend(model)[0], lend(model)[0]} == {one, two}
-
-
-@pytest.mark.slow
-def test_a_study_calls_generate_with_the_portable_step(captured, monkeypatch):
-    made, step = [], fused.Step
-
-    def recorded(*arguments, **options):
-        made.append((options["arch"], options["shape"]))
-        return step(*arguments, **(options | {"arch": None}))
-
-    monkeypatch.setattr(fused, "Step", recorded)
-    model, cell = random_model(CONFIG), DecodeCell("test", "float32", 1, 8, 6)
-    ours, portable = decoding._engine(model, cell, "fused"), decoding._portable(model, cell)
-    texts = [run()[0] for run in (ours, portable, ours, portable)]
-    assert texts == [texts[0]] * 4
-    assert [arch for arch, _ in made] == ["compute_80", None]
-    assert made[0][1].is_portable
 
 
 @pytest.mark.parametrize("engine", ["graph", "fused"])
