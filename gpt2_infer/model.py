@@ -34,9 +34,8 @@ from gpt2_infer.checkpoint import (
     resolve_device,
     resolve_dtype,
 )
-from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config, ProductsName
-from gpt2_infer.errors import ConfigError, RequestError
+from gpt2_infer.errors import ConfigError, RequestError, check_integer, check_type
 from gpt2_infer.linear import (
     Linear,
     project,
@@ -585,14 +584,8 @@ def check_backend(
     if reason := spec.unavailable_reason(device):
         raise UnavailableBackendError(spec.name, reason)
     dtype = _attention_dtype(config, dtype)
-    reasons = spec.static_reasons(dtype, config.head_dim, device.type)
-    if not reasons and decode and not spec.has_decode(device.type):
-        reasons = [f"it has no decode kernel on {device.type}"]
-    if not reasons and not decode:
-        shape = (1, 16, config.n_head, config.head_dim)
-        q = torch.zeros(shape, dtype=dtype, device=device)
-        reasons = spec.unsupported_reasons(q, q, q)
-    if reasons:
+    q = torch.zeros(1, 16, config.n_head, config.head_dim, dtype=dtype, device=device)
+    if reasons := spec.refusals(q, q, q, decode=decode):
         raise UnsupportedError(spec.name, reasons)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import EXIT_FAILED, print_error, show, show_json
-from gpt2_infer.cli.verify import start_server
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.sass.timing import Prediction
@@ -35,7 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    start_server(arguments.name, "")
     from gpt2_infer import export
     from gpt2_infer.cli.kernels import usual_head_dim, version_of
     from gpt2_infer.cli.predict import to_json

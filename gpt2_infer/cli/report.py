@@ -84,13 +84,11 @@ def _verdicts(
 ) -> Iterator[tuple[str, Report | str]]:
     """Yield what the first checks of `verify` find on the CPU, or why they cannot run there."""
     from attention_kernels import UnavailableBackendError, UnsupportedError, registry
-    from gpt2_infer.cli.verify import start_server
 
     whats = {
         name: name if registry.registered(name) else str(version.path)
         for name, version in versions.items()
     }
-    start_server(next(iter(whats.values())), "cpu")
     from attention_kernels.judge import conformance
 
     for name, what in whats.items():

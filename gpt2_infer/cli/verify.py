@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attention_kernels import child
-from attention_kernels.ladder import ahead, header
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.options import DTYPES, SEED, device_name, seconds
 
@@ -50,8 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    start_server(arguments.name, arguments.device or "")
-    ahead.import_to_stay("attention_kernels.judge.conformance")
+    child.start_server()  # it imports torch while this process does
     from gpt2_infer.cli.verdict import verdicts
 
     failures = _Failures()
@@ -74,18 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
             _show(findings, failures)
         show("PASSED" if found.passed else "FAILED")
     return 0 if found.passed else EXIT_FAILED
-
-
-def start_server(name: str, device: str) -> None:
-    """Have the server that workers are forked from import torch while this process does.
-
-    It also builds a version file. That may run what the file's author wrote, so hide from it.
-    """
-    if name.endswith(".cu"):
-        header.of_file(Path(name))  # what is wrong with it is told before torch is imported
-        os.environ[ahead.VARIABLE] = f"{device}:{name}"
-    child.start_server()
-    os.environ.pop(ahead.VARIABLE, None)
 
 
 class _Failures:
