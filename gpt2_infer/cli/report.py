@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         is_causal=not arguments.full,
     )
     try:
-        from gpt2_infer.bench.show.page import make_page
+        from gpt2_infer.bench.report import make_page
     except ModuleNotFoundError as error:
         raise RequestError(f"{error.name} is missing: install gpt2-infer[report]") from error
     verdicts = dict(_verdicts(own, arguments)) if own else {}
