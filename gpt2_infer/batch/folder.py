@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +12,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from gpt2_infer.errors import GPT2InferError, RequestError
-from gpt2_infer.files import read_file
+from gpt2_infer.files import check_regular, read_file
 
 T = TypeVar("T")
 
@@ -22,24 +21,39 @@ class BatchError(GPT2InferError):
     """A job has stopped; `resume` completes it."""
 
 
-@contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Hold the lock of the folder `out`.
+def lock(out: Path) -> AbstractContextManager[object]:
+    """Create the folder `out` and lock it, when no other process has it locked.
 
-    Raises RequestError if another process holds it, or if the folder cannot be written.
+    Raises RequestError if the folder cannot be written.
     """
-    lock = FileLock(out / ".lock", blocking=False)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise RequestError(f"another process is completing the job in {out}") from None
+        return FileLock(out / ".lock").acquire()
     except OSError as error:
         raise RequestError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def shard_lock(out: Path, index: int, count: int) -> tuple[FileLock, bool]:
+    """Return the lock of a shard of the locked folder `out`, and whether no other is locked.
+
+    Raises RequestError if another process completes some of the same parts: those of this shard, or
+    of one in a different number of shards.
+    """
+    mine = out / f".shard-{index}-of-{count}"
+    held = [path for path in out.glob(".shard-*") if _is_locked(path)]
+    for path in held:
+        if path == mine or not path.name.endswith(f"-of-{count}"):
+            shard = path.name[1:].replace("-", " ")
+            raise RequestError(f"another process is completing {shard} of the job in {out}")
+    return FileLock(mine), not held
+
+
+def _is_locked(path: Path) -> bool:
     try:
-        yield
-    finally:
-        lock.release()
+        with FileLock(path, blocking=False):
+            return False
+    except Timeout:
+        return True
 
 
 def read(file: Path, kind: type[T]) -> T:
@@ -55,30 +69,35 @@ def write(path: Path, data: bytes) -> None:
 
     Raises BatchError if that is impossible.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    temporary = path.with_name(f".{path.name}.writing")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_bytes(data)
+        _sync(temporary)
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        reason = error.strerror or error
-        raise BatchError(
-            f"{path} cannot be written: {reason}; --resume completes the job"
-        ) from error
+        reason = f"{error.strerror or error}; --resume completes the job"
+        raise BatchError(f"{path} cannot be written: {reason}") from error
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def digest(path: Path) -> str:
-    """Return a file's SHA-256."""
-    with path.open("rb") as file:
-        found = hashlib.sha256()
-        while block := file.read(2**20):
-            found.update(block)
+    """Return a file's SHA-256; raises RequestError if it cannot be read."""
+    found = hashlib.sha256()
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                found.update(block)
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
     return found.hexdigest()

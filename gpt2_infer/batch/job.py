@@ -1,23 +1,26 @@
-"""A job: its rows, parts and manifest, and how a process completes its share of them.
+"""A job: its rows, parts and manifest, and how a process completes a shard of it.
 
-Rows are assigned to parts by a hash of their ids. A part is one file: it is written under a
-temporary name, synced, renamed, and then entered in the manifest with its digest. A killed job
-resumes with the parts missing from the manifest. A job's folder:
+Rows are assigned to parts by a hash of their ids. Shard I of N is every N-th part, beginning with
+part I; a job in one process is shard 0 of 1. Shards share the folder and nothing else. A part is
+one file: it is written under a temporary name, synced, renamed, and then entered in the manifest
+with its digest. A killed shard resumes with its parts missing from the manifest. A job's folder:
 
     _job.json            the request: settings, digests of the inputs, number of parts
     part-00000.jsonl     a part's rows in input order; or .parquet
     _manifest/00000.json the part's digest, number of rows, and number of error rows
+    .lock                locked by the process that compares its request with _job.json
+    .shard-0-of-1        locked by the process that completes the shard
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -26,8 +29,16 @@ from attention_kernels import ladder
 from gpt2_infer import __version__
 from gpt2_infer.batch import folder
 from gpt2_infer.batch.folder import BatchError
-from gpt2_infer.batch.rows import InputRow, pyarrow_parquet, read_rows
-from gpt2_infer.checkpoint import Checkpoint, open_checkpoint
+from gpt2_infer.batch.rows import (
+    COLUMNS,
+    InputRow,
+    as_lines,
+    as_parquet,
+    file_names,
+    import_pyarrow,
+    read_rows,
+)
+from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_device
 from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config, ProductsName
 from gpt2_infer.engines.continuous import Completion, Continuous
@@ -72,16 +83,14 @@ class Settings:
         check_type("sampling", self.sampling, Sampling)
         check_type("stop", self.stop, tuple)
         if self.format not in get_args(Format):
-            raise RequestError(
-                f"format must be {' or '.join(get_args(Format))}, not {self.format!r}"
-            )
+            raise RequestError(f"format must be jsonl or parquet, not {self.format!r}")
         check_integer("part-rows", self.part_rows, 1)
         if self.batch_size is not None:
             check_integer("batch-size", self.batch_size, 1, LARGEST_BATCH)
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A job's request as stored in _job.json; a job can only be resumed with an equal one."""
+    """A job's request as stored in _job.json; every shard must ask for the same."""
 
     settings: Settings
     """The settings, without batch_size, which is a separate field."""
@@ -95,7 +104,6 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: int
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_BATCH)]
     device: str
-    on_ray: bool
     versions: dict[str, str]
 
     def differences(self, other: Asked) -> list[str]:
@@ -114,49 +122,122 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     errors: Annotated[int, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A planned job: what its processes must agree on."""
+class _Part(NamedTuple):
+    """A part's file and its entry in the manifest."""
 
-    settings: Settings
-    inputs: tuple[Path, ...]
-    out: Path
-    parts: int
-    batch: int
-    missing: tuple[int, ...]
-    """The parts missing from the manifest."""
-    strict: bool = False
+    file: Path
+    entry: Path
 
-    def part_of(self, row_id: str) -> int:
-        """Return the part that a row belongs to."""
-        digest = hashlib.blake2b(row_id.encode("utf-8"), digest_size=8).digest()
-        return int.from_bytes(digest, "big") % self.parts
+    def is_done(self) -> bool:
+        """Return whether the part is in the manifest and its file has the digest given there."""
+        if not self.entry.exists():
+            return False
+        sha256 = folder.read(self.entry, Entry).sha256
+        return self.file.is_file() and folder.digest(self.file) == sha256
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the part's file and enter it in the manifest."""
+        data = as_parquet(rows) if self.file.suffix == ".parquet" else as_lines(rows)
+        errors = sum(row["error"] is not None for row in rows)
+        entry = Entry(self.file.name, hashlib.sha256(data).hexdigest(), len(rows), errors)
+        folder.write(self.file, data)
+        folder.write(self.entry, msgspec.json.encode(entry))
 
 
-def plan(
-    inputs: Sequence[Path],
-    out: Path,
+def run(
+    inputs: Sequence[str | Path],
+    out: str | Path,
     settings: Settings,
     *,
-    device: torch.device,
+    device: str | torch.device | None = None,
+    shard: tuple[int, int] = (0, 1),
     resume: bool = False,
     strict: bool = False,
-    on_ray: bool = False,
-) -> Job:
-    """Read the inputs once, write or check _job.json, and find the missing parts.
+    on_rows: Callable[[int], object] = lambda _: None,
+) -> list[Entry]:
+    """Complete a shard of the inputs' prompts into the folder `out`; return its manifest entries.
 
-    Raises RequestError for invalid settings, for two rows with the same id, for a folder with other
-    files, for a job with rows if not `resume`, and for a damaged or different job. Raises
-    UnknownBackendError.
+    shard: I and N, with I from 0 to N - 1; by default the whole job. resume: complete the missing
+    parts of a shard that has some. strict: stop at the first error row. on_rows: called with the
+    number of rows just completed.
+
+    Raises RequestError for invalid inputs or settings, for two rows with the same id, for a folder
+    with other files, for a damaged or different job, for a shard that has parts if not `resume`,
+    and if another process completes some of the same parts. Raises UnavailableDeviceError,
+    UnknownBackendError, and BatchError if the job stops.
     """
+    paths, out, (index, count) = [*map(Path, inputs)], Path(out), shard
+    check_integer("the number of shards", count, 1)
+    check_integer("the shard", index, 0, count - 1)
+    device = resolve_device(device)
+    with contextlib.ExitStack() as stack:
+        with folder.lock(out):
+            lock, is_alone = folder.shard_lock(out, index, count)
+            stack.enter_context(lock)
+            job = _plan(paths, out, settings, device, is_alone)
+        numbers = range(index, job.parts, count)
+        names = {n: (f"part-{n:05d}.{settings.format}", f"_manifest/{n:05d}.json") for n in numbers}
+        parts = {n: _Part(out / file, out / entry) for n, (file, entry) in names.items()}
+        if not resume and any(part.file.exists() for part in parts.values()):
+            raise RequestError(f"{out} already has a job: --resume completes it")
+        if missing := {n: part for n, part in parts.items() if not part.is_done()}:
+            # The number of threads changes how a CPU rounds products of few rows.
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            _complete(paths, job, missing, device, strict, on_rows)
+        return [folder.read(part.entry, Entry) for part in parts.values()]
+
+
+def _plan(
+    inputs: Sequence[Path], out: Path, settings: Settings, device: torch.device, is_alone: bool
+) -> Asked:
+    """Return the request, after writing it to _job.json or comparing it with the one there."""
     if settings.format == "parquet":
-        pyarrow_parquet()
+        import_pyarrow()
+    file = out / "_job.json"
+    begun = next(filter(_is_output, out.rglob("*")), None)
+    if begun and not file.exists():
+        raise RequestError(
+            f"{out} holds {begun.name}, which belongs to no job: name an empty folder"
+        )
+    # A job that has no rows yet, and no other process, can be replaced.
+    known = folder.read(file, Asked) if file.exists() and (begun or not is_alone) else None
     names = (settings.backend, settings.decode_backend)
     backends = ladder.resolve_all(name for name in names if name)
     checkpoint = open_checkpoint(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )
     _request(settings, checkpoint, InputRow(0, "", {"prompt": [0]}))  # rejects bad settings
+    digests = tuple(zip(file_names(inputs), map(folder.digest, inputs), strict=True))
+    rows = known.rows if known and known.inputs == digests else _count(inputs)
+    batch_size = known.batch_size if known else _batch_size(checkpoint.config, device, rows)
+    asked = Asked(
+        settings=replace(settings, batch_size=None),
+        inputs=digests,
+        weights=_weights(checkpoint),
+        kernels=tuple(folder.digest(spec.version.path) for spec in backends if spec.version),
+        rows=rows,
+        parts=-(-rows // settings.part_rows),
+        batch_size=settings.batch_size or batch_size,
+        device=device.type,
+        versions={"gpt2-infer": __version__, "torch": str(torch.__version__)},
+    )
+    if known is None:
+        (out / "_manifest").mkdir(exist_ok=True)
+        folder.write(file, msgspec.json.format(msgspec.json.encode(asked)))
+    elif changed := asked.differences(known):
+        raise RequestError(f"the job in {out} differs in {', '.join(changed)}")
+    return asked
+
+
+def _is_output(path: Path) -> bool:
+    return path.is_file() and path.name != "_job.json" and not path.name.startswith(".")
+
+
+def _count(inputs: Sequence[Path]) -> int:
+    """Return the number of rows; raises RequestError if there are none, or two with one id."""
     ids: set[str] = set()
     for row in read_rows(inputs):
         if row.id in ids:
@@ -164,48 +245,7 @@ def plan(
         ids.add(row.id)
     if not ids:
         raise RequestError("the inputs have no rows")
-    batch = settings.batch_size or _batch_size(checkpoint.config, device, len(ids))
-    parts = -(-len(ids) // settings.part_rows)
-    asked = Asked(
-        settings=replace(settings, batch_size=None),
-        inputs=tuple((path.name, folder.digest(path)) for path in inputs),
-        weights=_weights(checkpoint),
-        kernels=tuple(folder.digest(spec.version.path) for spec in backends if spec.version),
-        rows=len(ids),
-        parts=parts,
-        batch_size=batch,
-        device=device.type,
-        on_ray=on_ray,
-        versions={"gpt2-infer": __version__, "torch": str(torch.__version__)},
-    )
-    file = out / "_job.json"
-    begun = next((path for path in out.rglob("*") if _is_output(path)), None)
-    if begun is None:
-        folder.write(file, msgspec.json.format(msgspec.json.encode(asked)))
-    elif not file.exists():
-        raise RequestError(
-            f"{out} holds {begun.name}, which belongs to no job: name an empty folder"
-        )
-    elif not resume:
-        raise RequestError(f"{out} already has a job: --resume completes it")
-    else:
-        known = folder.read(file, Asked)
-        if settings.batch_size is None:
-            batch = known.batch_size
-            asked = msgspec.structs.replace(asked, batch_size=batch)
-        if changed := asked.differences(known):
-            raise RequestError(f"the job in {out} differs in {', '.join(changed)}")
-    for temporary in out.rglob(".*.writing"):
-        temporary.unlink()
-    (out / "_manifest").mkdir(exist_ok=True)
-    job = Job(settings, tuple(inputs), out, parts, batch, (), strict)
-    return replace(job, missing=tuple(p for p in range(parts) if not _is_done(job, p)))
-
-
-def _is_output(path: Path) -> bool:
-    """Return whether a path is a file other than those of a job that has written no rows."""
-    is_early = path.name in (".lock", "_job.json") or path.suffix == ".writing"
-    return not (is_early or path.is_dir())
+    return len(ids)
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -224,29 +264,6 @@ def _batch_size(config: GPT2Config, device: torch.device, rows: int) -> int:
     numel = 2 * config.n_layer * config.n_embd * config.n_positions + 8 * config.vocab_size
     fits = torch.cuda.mem_get_info(device)[0] // 2 // (4 * numel)
     return max(1, min(MAX_BATCH, rows, fits))
-
-
-def _part_file(job: Job, part: int) -> Path:
-    return job.out / f"part-{part:05d}.{job.settings.format}"
-
-
-def _entry_file(job: Job, part: int) -> Path:
-    return job.out / "_manifest" / f"{part:05d}.json"
-
-
-def entries(job: Job) -> list[Entry]:
-    """Return the manifest's entries; raises RequestError for a damaged one."""
-    files = [_entry_file(job, part) for part in range(job.parts)]
-    return [folder.read(file, Entry) for file in files if file.exists()]
-
-
-def _is_done(job: Job, part: int) -> bool:
-    """Return whether the part is in the manifest and its file has the digest given there."""
-    file, entry = _part_file(job, part), _entry_file(job, part)
-    if not entry.exists():
-        return False
-    digest = folder.read(entry, Entry).sha256
-    return file.is_file() and folder.digest(file) == digest
 
 
 def load(settings: Settings, device: torch.device) -> GPT2:
@@ -268,89 +285,47 @@ def load(settings: Settings, device: torch.device) -> GPT2:
     )
 
 
-def work(
-    job: Job,
+def _complete(
+    inputs: Sequence[Path],
+    job: Asked,
+    parts: dict[int, _Part],
     device: torch.device,
-    *,
-    rank: int = 0,
-    world: int = 1,
-    on_rows: Callable[[int], object] = lambda _: None,
+    strict: bool,
+    on_rows: Callable[[int], object],
 ) -> None:
-    """Complete the missing parts at positions rank, rank + world, rank + 2 * world and so on.
-
-    on_rows: called with the number of rows just completed. Raises BatchError at an error row if the
-    job is strict.
-    """
-    rows: dict[int, list[InputRow]] = {part: [] for part in job.missing[rank::world]}
-    if not rows:
-        return
-    for row in read_rows(job.inputs):
-        if (part := job.part_of(row.id)) in rows:
-            rows[part].append(row)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    model = load(job.settings, device)
-    engine = Continuous(model, batch=job.batch, engine=job.settings.engine)
+    """Complete and write parts; raises BatchError at an error row if `strict`."""
+    settings = job.settings
+    waiting: dict[int, list[InputRow]] = {number: [] for number in parts}
+    for row in read_rows(inputs):
+        digest = hashlib.blake2b(row.id.encode("utf-8"), digest_size=8).digest()
+        if (number := int.from_bytes(digest, "big") % job.parts) in waiting:
+            waiting[number].append(row)
+    engine = Continuous(load(settings, device), batch=job.batch_size, engine=settings.engine)
     # Several parts are completed together: the batch stays full from one part to the next.
-    at_once = max(1, BATCHES_AT_ONCE * job.batch // job.settings.part_rows)
-    while rows:
-        parts = {part: rows.pop(part) for part in [*rows][:at_once]}
-        output = complete(job, engine, [row for part in parts.values() for row in part], on_rows)
-        for part, part_rows in parts.items():
-            _write_part(job, part, [output[row.index] for row in part_rows])
-
-
-def _write_part(job: Job, part: int, written: list[dict[str, Any]]) -> None:
-    """Write a part's file and enter it in the manifest."""
-    file, data = _part_file(job, part), _as_bytes(written, job.settings.format)
-    folder.write(file, data)
-    errors = sum(row["error"] is not None for row in written)
-    entry = Entry(file.name, hashlib.sha256(data).hexdigest(), len(written), errors)
-    folder.write(_entry_file(job, part), msgspec.json.encode(entry))
-
-
-def complete(
-    job: Job,
-    engine: Continuous,
-    rows: Sequence[InputRow],
-    on_rows: Callable[[int], object] = lambda _: None,
-) -> dict[int, dict[str, Any]]:
-    """Complete rows and return the output rows by index.
-
-    Raises BatchError at an error row if the job is strict.
-    """
-    output = {}
-    with _one_thread():
-        for row, result in _results(job.settings, engine, rows):
-            if isinstance(result, str) and job.strict:
+    at_once = max(1, BATCHES_AT_ONCE * job.batch_size // settings.part_rows)
+    while waiting:
+        rows = {number: waiting.pop(number) for number in [*waiting][:at_once]}
+        written = {}
+        for row, result in _results(settings, engine, itertools.chain(*rows.values())):
+            if isinstance(result, str) and strict:
                 raise BatchError(f"row {row.id}: {result}")
-            output[row.index] = _output_row(job.settings, engine, row, result)
+            written[row.index] = _output_row(settings, engine, row, result)
             on_rows(1)
-    return output
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: the number of threads changes how a CPU rounds products of few rows."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+        for number, part_rows in rows.items():
+            parts[number].write([written[row.index] for row in part_rows])
 
 
 def _results(
-    settings: Settings, engine: Continuous, rows: Sequence[InputRow]
+    settings: Settings, engine: Continuous, rows: Iterable[InputRow]
 ) -> Iterator[tuple[InputRow, Completion | str]]:
     """Yield each row with its completion, or the reason why it failed, in any order."""
-    requests = []
+    by_index, requests = {}, []
     for row in rows:
         try:
             requests.append((row.index, _request(settings, engine.model, row)))
+            by_index[row.index] = row
         except RequestError as error:
             yield row, str(error)
-    by_index = {row.index: row for row in rows}
     for index, result in engine.run(requests):
         yield by_index[index], result
 
@@ -364,59 +339,20 @@ def _request(settings: Settings, model: GPT2 | Checkpoint, row: InputRow) -> Req
         prompts=[row.fields["prompt"]],
         max_new_tokens=settings.max_new_tokens,
         mode="kv-cache",
-        sampling=_sampling(settings, row),
+        sampling=replace(settings.sampling, seed=_seed(settings, row)),
         stop=settings.stop,
         ignore_eos=settings.ignore_eos,
     )
 
 
-def _sampling(settings: Settings, row: InputRow) -> Sampling:
-    one = settings.sampling
-    return replace(one, seed=(one.seed + row.index) % 2**63)
+def _seed(settings: Settings, row: InputRow) -> int:
+    return (settings.sampling.seed + row.index) % 2**63
 
 
 def _output_row(
     settings: Settings, engine: Continuous, row: InputRow, result: Completion | str
 ) -> dict[str, Any]:
-    done = None if isinstance(result, str) else result
-    return {
-        "id": row.id,
-        "input": row.fields,
-        "text": done and done.text,
-        "tokens": done and done.tokens,
-        "finish_reason": done and done.finish_reason,
-        "logprob": done and done.logprob,
-        "backend": done.backend if done else engine.model.attention.name,
-        "decode_backend": engine.model.decode_attention.name,
-        "engine": engine.engine,
-        "seed": _sampling(settings, row).seed,
-        "error": None if done else result,
-    }
-
-
-def as_table(rows: Sequence[dict[str, Any]], kind: Format) -> Any:
-    """Return a pyarrow table with the columns id and line, or those of a Parquet file."""
-    import pyarrow as pa
-
-    if kind == "jsonl":
-        return pa.table({"id": [row["id"] for row in rows], "line": [*map(_as_line, rows)]})
-    text = ("id", "input", "text", "finish_reason", "backend", "decode_backend", "engine", "error")
-    types = {name: pa.string() for name in text}
-    types |= {"tokens": pa.list_(pa.int32()), "logprob": pa.float64(), "seed": pa.int64()}
-    # The inputs become JSON, because rows may differ in fields.
-    rows = [row | {"input": _as_line(row["input"]).rstrip()} for row in rows]
-    return pa.Table.from_pylist(rows, schema=pa.schema(types))
-
-
-def _as_line(value: object) -> str:
-    """Return a line of JSON; values without a JSON form become text, NaN and infinity null."""
-    return f"{msgspec.json.encode(value, enc_hook=str).decode()}\n"
-
-
-def _as_bytes(rows: Sequence[dict[str, Any]], kind: Format) -> bytes:
-    """Return the content of an output file."""
-    if kind == "jsonl":
-        return "".join(map(_as_line, rows)).encode()
-    file = io.BytesIO()
-    pyarrow_parquet().write_table(as_table(rows, kind), file)
-    return file.getvalue()
+    fields = {"id": row.id, "input": row.fields, "backend": engine.model.attention.name}
+    fields |= {"decode_backend": engine.model.decode_attention.name, "engine": engine.engine}
+    fields |= {"error": result} if isinstance(result, str) else vars(result)
+    return dict.fromkeys(COLUMNS) | fields | {"seed": _seed(settings, row)}

@@ -1,8 +1,11 @@
-"""Rows of prompts from JSON Lines, Parquet and text files."""
+"""Rows of JSON Lines, Parquet and text files: prompts, and their completions."""
 
 from __future__ import annotations
 
 import codecs
+import functools
+import io
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +18,10 @@ from gpt2_infer.errors import RequestError
 from gpt2_infer.files import check_regular
 
 BOM = codecs.BOM_UTF8
+COLUMNS = (
+    *("id", "input", "text", "tokens", "finish_reason", "logprob"),
+    *("backend", "decode_backend", "engine", "seed", "error"),
+)
 
 
 @dataclass(frozen=True)
@@ -27,26 +34,28 @@ class InputRow:
     error: str | None = None
 
 
+def file_names(paths: Sequence[Path]) -> list[str]:
+    """Return the files' names, or absolute paths of those with the same name."""
+    names = Counter(path.name for path in paths)
+    return [path.name if names[path.name] == 1 else str(path.absolute()) for path in paths]
+
+
 def read_rows(paths: Sequence[Path]) -> Iterator[InputRow]:
     """Yield the rows of JSON Lines, Parquet and text files; skip empty lines.
 
-    A row that cannot be read carries the reason. A row without an id gets the id FILE:LINE,
-    with FILE as given if two files have the same name. Raises RequestError for any other kind of
-    file.
+    A row that cannot be read carries the reason. A row without an id gets the id FILE:LINE, with
+    FILE from file_names(). Raises RequestError for any other kind of file.
     """
     index = 0
-    names = Counter(path.name for path in paths)
-    for path in paths:
+    for path, file in zip(paths, file_names(paths), strict=True):
         if path.suffix not in _READERS:
             raise RequestError(f"{path} must end in {', '.join(_READERS)}")
-        file = path.name if names[path.name] == 1 else str(path)
         for number, value in _READERS[path.suffix](path):
             yield _input_row(index, f"{file}:{number}", value)
             index += 1
 
 
-def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRow:
-    """Make a row from its fields, or from the reason why they cannot be read."""
+def _input_row(index: int, default: str, value: Fields) -> InputRow:
     if isinstance(value, str):
         return InputRow(index, default, None, value)
     for name in ("id", "prompt"):
@@ -62,55 +71,48 @@ def _input_row(index: int, default: str, value: dict[str, Any] | str) -> InputRo
     return InputRow(index, str(row_id), value, error)
 
 
-Line = tuple[int, "dict[str, Any] | str"]  # a row's number, and its fields or the error
+Fields = dict[str, Any] | str
+"""A row's fields, or the reason why they cannot be read."""
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _read_lines(parse: Callable[[bytes], Fields], path: Path) -> Iterator[tuple[int, Fields]]:
     try:
         check_regular(path)
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line := line.removeprefix(BOM if number == 1 else b"").strip(b"\r\n"):
-                    yield number, line
+                    yield number, parse(line)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _read_jsonl(path: Path) -> Iterator[Line]:
-    for number, line in _lines(path):
-        try:
-            value = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            value = f"it cannot be read as JSON: {error}"
-        else:
-            value = value if isinstance(value, dict) else "it is not a JSON object"
-        yield number, value
+def _parse_json(line: bytes) -> Fields:
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"it cannot be read as JSON: {error}"
+    return value if isinstance(value, dict) else "it is not a JSON object"
 
 
-def _read_text(path: Path) -> Iterator[Line]:
-    for number, line in _lines(path):
-        try:
-            yield number, {"prompt": line.decode("utf-8")}
-        except UnicodeDecodeError as error:
-            yield number, f"it is not UTF-8: byte {error.start} is not valid"
+def _parse_text(line: bytes) -> Fields:
+    try:
+        return {"prompt": line.decode("utf-8")}
+    except UnicodeDecodeError as error:
+        return f"it is not UTF-8: byte {error.start} is not valid"
 
 
-def _read_parquet(path: Path) -> Iterator[Line]:
-    parquet = pyarrow_parquet()
-    from pyarrow import ArrowException
-
-    number = 0
+def _read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:
+    pa, numbers = import_pyarrow(), itertools.count(1)
     try:
         check_regular(path)
-        for batch in parquet.ParquetFile(path).iter_batches():
+        for batch in pa.parquet.ParquetFile(path).iter_batches():
             try:
                 rows = batch.to_pylist()
             except ValueError:  # one of the rows has a value that Python cannot hold
                 rows = [_parquet_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
             for fields in rows:
-                number += 1
-                yield number, fields
-    except (OSError, ArrowException) as error:
+                yield next(numbers), fields
+    except (OSError, pa.ArrowException) as error:
         raise RequestError(f"{path} cannot be read as Parquet: {error}") from error
 
 
@@ -121,17 +123,32 @@ def _parquet_row(row: Any) -> Any:
         return f"it cannot be read: {error}"
 
 
-def pyarrow_parquet() -> Any:
-    """Return pyarrow.parquet; raises RequestError without pyarrow."""
+def import_pyarrow() -> Any:
+    """Return pyarrow, with pyarrow.parquet; raises RequestError without it."""
     try:
         import pyarrow.parquet
     except ImportError:
         raise RequestError("Parquet needs pyarrow: install gpt2-infer[parquet]") from None
-    return pyarrow.parquet
+    return pyarrow
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Line]]] = {
-    ".jsonl": _read_jsonl,
+def as_lines(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Return lines of JSON; values without a JSON form become text, NaN and infinity null."""
+    return b"".join(msgspec.json.encode(row, enc_hook=str) + b"\n" for row in rows)
+
+
+def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Return a Parquet file; inputs become JSON, because rows may differ in fields."""
+    pa, file = import_pyarrow(), io.BytesIO()
+    types = dict.fromkeys(COLUMNS, pa.string()) | {"tokens": pa.list_(pa.int32())}
+    types |= {"logprob": pa.float64(), "seed": pa.int64()}
+    texts = [row | {"input": as_lines([row["input"]]).decode().rstrip()} for row in rows]
+    pa.parquet.write_table(pa.Table.from_pylist(texts, schema=pa.schema(types)), file)
+    return file.getvalue()
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[int, Fields]]]] = {
+    ".jsonl": functools.partial(_read_lines, _parse_json),
     ".parquet": _read_parquet,
-    ".txt": _read_text,
+    ".txt": functools.partial(_read_lines, _parse_text),
 }

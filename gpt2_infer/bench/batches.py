@@ -1,16 +1,10 @@
-"""Time many prompts: continuous batching, transformers with padding, and whole jobs."""
+"""Time many prompts: continuous batching, and transformers in padded and continuous batches."""
 
 from __future__ import annotations
 
 import functools
-import json
 import random
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +13,9 @@ from gpt2_infer.batch import Settings
 from gpt2_infer.batch.job import load
 from gpt2_infer.bench import models
 from gpt2_infer.bench.record import BatchCell, Row
-from gpt2_infer.bench.study import BatchStudy, Contender, JobStudy, RejectedError, Subject
+from gpt2_infer.bench.study import BatchStudy, Contender, RejectedError, Subject
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.engines.continuous import Continuous
-from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import Request
@@ -202,66 +195,3 @@ def _compare(done: Texts, row: Row, expected: Texts) -> None:
     """Record the share of texts that equal ours."""
     if ours := [expected[index] == text for index, text in done.items() if index in expected]:
         row.extra["same_rows"] = sum(ours) / len(ours)
-
-
-class Jobs(Subject[BatchCell]):
-    """Times `gpt2-infer batch` on random prompts with each set of options.
-
-    Weights are random except the demo model's. Before each job, a job of two rows in two files
-    measures the startup time. The sorted outputs of all jobs must be equal.
-    """
-
-    warm_up = 0
-    has_long_samples = True
-
-    def __init__(self, study: JobStudy) -> None:
-        self.study, self.rounds = study, study.rounds
-        self.cells = [BatchCell(study.model, "float32", study.new_tokens)]
-        self.facts = {"kind": "batch"}
-        rng = random.Random(0)
-        self.prompts = [
-            {"id": f"{i}", "prompt": [rng.randrange(1000) for _ in range(rng.randint(1, 24))]}
-            for i in range(study.prompts)
-        ]
-
-    def contenders(self, cell: BatchCell) -> Iterator[Contender]:
-        """Yield each set of options."""
-        study = self.study
-        written: dict[str, bytes] = {}
-        _start(study, self.prompts, study.options[0])  # builds kernels and loads libraries
-        for options in study.options:
-            extra = {"program": "gpt2-infer", "batch": study.batch_size or 0}
-            extra |= {"prompts": study.prompts, "tokens": study.prompts * study.new_tokens}
-            row = Row(contender=options, metric="time", unit="s", extra=extra)
-            yield Contender(row, functools.partial(self._sample, row, written))
-
-    def _sample(self, row: Row, written: dict[str, bytes]) -> dict[str, float]:
-        options = row.contender
-        start_s = _start(self.study, self.prompts, options)
-        seconds, written[options] = _job(self.study, options, self.prompts)
-        if written[options] != written[self.study.options[0]]:
-            raise RejectedError("its rows differ from the first contender's")
-        return {"time": seconds, "start": start_s}
-
-
-def _start(study: JobStudy, prompts: Sequence[dict[str, Any]], options: str) -> float:
-    return _job(study, f"{options} --part-rows 1", prompts[:2])[0]
-
-
-def _job(study: JobStudy, options: str, rows: Sequence[dict[str, Any]]) -> tuple[float, bytes]:
-    """Run a job; return its seconds and its sorted rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        prompts, out = Path(folder, "prompts.jsonl"), Path(folder, "out")
-        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-        command = [sys.executable, "-m", "gpt2_infer", "batch", str(prompts), "--out", str(out)]
-        command += [*options.split(), "--model", study.model, "--ignore-eos"]
-        command += ["--max-new-tokens", str(study.new_tokens)]
-        command += [] if study.model == DEMO_MODEL else ["--random-weights"]
-        command += [] if study.batch_size is None else ["--batch-size", str(study.batch_size)]
-        started = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        seconds = time.perf_counter() - started
-        if done.returncode:
-            raise RequestError(f"gpt2-infer batch failed: {done.stderr[-1000:]}")
-        lines = [line for file in out.glob("*.jsonl") for line in file.open("rb")]
-        return seconds, b"".join(sorted(lines))

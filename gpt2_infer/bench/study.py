@@ -237,18 +237,6 @@ class BatchStudy(Study, kw_only=True, tag="batch"):
     rounds: Rounds = 2
 
 
-class JobStudy(Study, kw_only=True, tag="job"):
-    """The wall time of `gpt2-infer batch` with each set of options."""
-
-    subject = "batches.Jobs"
-    model: str
-    options: list[str]
-    prompts: AtLeastOne
-    new_tokens: AtLeastOne
-    batch_size: AtLeastOne | None = None
-    rounds: Rounds = 2
-
-
 class PerplexityStudy(BackendStudy, kw_only=True, tag="perplexity"):
     """The score of each backend on the bundled model's held-out books."""
 
@@ -272,7 +260,6 @@ AnyStudy: TypeAlias = (
     | InstallStudy
     | DecodeStudy
     | BatchStudy
-    | JobStudy
     | PerplexityStudy
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -28,15 +28,10 @@ DECODE_BACKEND = (
     "attention backend for decoding (default: the same as generate's, but NAIVE_PYTORCH on cpu)"
 )
 ENGINE = "engine: eager, graph, or auto, the faster one that supports the request (default)"
-DEVICES = (
-    "devices, one process each: all, CUDA indices such as 0,1, cpu, or cpu:N for N single-threaded "
-    "processes (default: one CUDA device if available, else cpu; under torchrun LOCAL_RANK's)"
-)
-RAY = (
-    "address of the Ray cluster to run on, with one actor per GPU, or N with --devices cpu:N; "
-    "without an address, a new local cluster"
-)
-BATCH_SIZE = "rows per batch and device, or auto (default): 32 on cpu; on cuda up to 512, by memory"
+SHARD = "complete only output files I, I + N, I + 2N and so on, with I from 0 to N - 1"
+RAY = "run on the Ray cluster at ADDRESS; without an address, on this machine"
+WORKERS = "Ray workers, each with a GPU or, on cpu, a core (default: as many as the cluster has)"
+BATCH_SIZE = "rows per batch, or auto (default): 32 on cpu; on cuda up to 512, by memory"
 FORMAT = "format of the output files (default: %(default)s)"
 PART_ROWS = "approximate rows per output file (default: %(default)s)"
 
@@ -50,15 +45,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="resume the job in DIR, if any")
     add("--strict", action="store_true", help="stop at the first row that cannot be completed")
     model = parser.add_argument_group("model")
-    add_model_options(model, device=False)
+    add_model_options(model)
     add = model.add_argument
     add("--backend", metavar="NAME", help=f"attention backend for prompts; {BACKEND}")
     add("--decode-backend", metavar="NAME", help=DECODE_BACKEND)
     add_text_options(parser.add_argument_group("text").add_argument)
     add_sampling_options(parser)
-    add = parser.add_argument_group("how").add_argument
-    add("--devices", metavar="NAMES", help=DEVICES)
-    add("--ray", nargs="?", const="local", metavar="ADDRESS", help=RAY)
+    how = parser.add_argument_group("how")
+    where = how.add_mutually_exclusive_group().add_argument
+    where("--shard", type=shard, default=(0, 1), metavar="I/N", help=SHARD)
+    where("--ray", nargs="?", const="local", metavar="ADDRESS", help=RAY)
+    add = how.add_argument
+    add("--workers", type=POSITIVE, metavar="N", help=WORKERS)
     add("--engine", default="auto", metavar="NAME", help=ENGINE)
     add("--batch-size", type=batch_size, metavar="N", help=BATCH_SIZE)
     add("--part-rows", type=POSITIVE, default=1000, metavar="N", help=PART_ROWS)
@@ -70,6 +68,14 @@ def batch_size(text: str) -> int | None:
     return None if text == "auto" else POSITIVE(text)
 
 
+def shard(text: str) -> tuple[int, int]:
+    """Convert --shard."""
+    if not re.fullmatch(r"\d{1,9}/\d{1,9}", text):
+        raise argparse.ArgumentTypeError(f"must be I/N, such as 0/4, not {text[:40]!r}")
+    index, count = map(int, text.split("/"))
+    return index, count
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     from tqdm import tqdm
@@ -79,33 +85,25 @@ def run(arguments: argparse.Namespace) -> int:
     given = vars(arguments) | {"stop": tuple(arguments.stop), "sampling": make_sampling(arguments)}
     names = [field.name for field in dataclasses.fields(batch.Settings)]
     settings = batch.Settings(**{name: given[name] for name in names})
-    inputs, out = arguments.input, arguments.out
-    how = {"resume": arguments.resume, "strict": arguments.strict}
-    started = time.perf_counter()
-    if arguments.ray:
-        try:
-            from gpt2_infer.batch import cluster
-        except ImportError:
-            raise RequestError("--ray needs Ray: install gpt2-infer[ray]") from None
-        rows, errors = cluster.run_on_ray(
-            inputs, out, settings, address=arguments.ray, devices=arguments.devices, **how
-        )
-    else:
-        devices = batch.find_devices(arguments.devices)
-        with tqdm(unit="row", disable=None) as bar:
-            job = batch.run(inputs, out, settings, devices=devices, on_rows=bar.update, **how)
-        if os.environ.get("RANK", "0") != "0":
-            return 0  # only torchrun's first process reports
-        entries = batch.entries(job)
-        rows, errors = sum(e.rows for e in entries), sum(e.errors for e in entries)
-        print(f"batches of {job.batch}", file=sys.stderr)
-    files = len([*out.glob(f"*.{settings.format}")])
+    how = {name: given[name] for name in ("device", "resume", "strict")}
+    if arguments.workers and not arguments.ray:
+        raise RequestError("--workers needs --ray")
+    out, started = arguments.out, time.perf_counter()
+    with tqdm(unit="row", disable=None) as bar:
+        how |= {"on_rows": bar.update}
+        if arguments.ray:
+            how |= {"address": arguments.ray, "workers": arguments.workers}
+            entries = batch.run_on_ray(arguments.input, out, settings, **how)
+        else:
+            entries = batch.run(arguments.input, out, settings, shard=arguments.shard, **how)
+    rows, errors = sum(e.rows for e in entries), sum(e.errors for e in entries)
+    files = len(entries)
     if arguments.json:
         show_json({"rows": rows, "errors": errors, "files": files, "out": str(out)})
     else:
         show(f"rows: {rows}, errors: {errors}, files: {files}, in {out}")
     print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
-    if errors < rows:
+    if errors < rows or not rows:  # a shard may have no file
         return 0
     print_error("gpt2-infer", "no row could be completed: see the column error")
     return EXIT_NO_ROW

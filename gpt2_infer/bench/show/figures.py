@@ -74,7 +74,7 @@ def shape_of(row: Row) -> Shape:
 
 
 def new_tokens(file: File, row: Row) -> int:
-    """Return the new tokens of a sample, all rows of its batch or job together."""
+    """Return the new tokens of a sample, all rows of its batch together."""
     if "tokens" in row.extra:
         return int(row.extra["tokens"])
     each = row.cell.get("new_tokens") or length(row) - int(file.study["prompt_tokens"])
@@ -83,9 +83,6 @@ def new_tokens(file: File, row: Row) -> int:
 
 def steps_of(file: File, row: Row) -> Row | None:
     """Return a main row with the seconds of the steps, without set-up; None if unknown."""
-    if start := file.beside(row, "start"):
-        samples = [seconds - start.median for seconds in row.samples]
-        return msgspec.structs.replace(row, samples=samples)
     return file.beside(row, "generation") or (None if _has_whole_calls(file, row) else row)
 
 

@@ -312,7 +312,6 @@ LAYOUTS["batch"] = Layout(
         columns.CONTENDER,
         Column("prompts", columns.extra("prompts"), "{:,}"),
         Column("mean length", columns.extra("mean_length"), "{:.0f}"),
-        Column("start, s", columns.beside("start"), "{:.1f}"),
         Column("seconds", columns.first(lambda row: with_spread(row, "{:.2f}"))),
         columns.RATE,
         columns.CALL_RATE,

@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-
 from gpt2_infer import Sampling, batch
-
-CPU = [torch.device("cpu")]
 
 
 def make_settings(folder: Path) -> batch.Settings:
@@ -34,5 +30,5 @@ def contents(out: Path) -> dict[str, bytes]:
     return {
         str(file.relative_to(out)): file.read_bytes()
         for file in out.rglob("*")
-        if file.is_file() and file.name != ".lock"
+        if file.is_file() and not file.name.startswith(".")
     }

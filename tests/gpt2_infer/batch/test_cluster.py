@@ -1,88 +1,91 @@
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from gpt2_infer import RequestError, batch
-from gpt2_infer.batch.rows import read_rows
-from tests.gpt2_infer.batch.common import CPU, make_settings, write_input
+from tests.gpt2_infer.batch.common import contents, make_settings, write_input
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray warns about its own settings
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc"),
+    pytest.mark.filterwarnings("ignore"),  # Ray warns about its own settings
+]
 
 
-def test_rows_are_the_same_with_and_without_ray(save_checkpoint, tmp_path):
-    from gpt2_infer.batch.cluster import run_on_ray
+def holder(lock: Path) -> int | None:
+    """The process that has a lock file open."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if str(lock) in map(os.readlink, (process / "fd").iterdir()):
+                return int(process.name)
+    return None
 
+
+def kill_after_a_part(out: Path, process: int | None) -> None:
+    """Kill a process, or the worker of shard 0, once a part has been written."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not [*out.glob("part-*")]:
+        time.sleep(0.005)
+    os.kill(process or holder(out / ".shard-0-of-2"), signal.SIGKILL)
+
+
+def test_workers_and_drivers_of_ray_die_and_the_job_is_completed(save_checkpoint, tmp_path):
     settings = make_settings(save_checkpoint()[0])
-    file = write_input(tmp_path / "in.jsonl")
-    batch.run([file], tmp_path / "alone", settings, devices=CPU)
+    file = write_input(tmp_path / "in.jsonl", 800)
+    batch.run([file], tmp_path / "alone", settings, device="cpu")
+    expected = contents(tmp_path / "alone")
+    how = {"device": "cpu", "workers": 2}
 
-    def lines(name):
-        return sorted(
-            line
-            for part in (tmp_path / name).glob("*.jsonl")
-            for line in part.read_bytes().splitlines()
-        )
+    out = tmp_path / "worker"
+    killer = threading.Thread(target=kill_after_a_part, args=(out, None))
+    killer.start()
+    with pytest.raises(batch.BatchError, match=r"^Ray lost shard 0/2; --resume completes the job$"):
+        batch.run_on_ray([file], out, settings, **how)
+    killer.join()
+    left = contents(out)
+    assert {f"part-{part:05d}.jsonl" for part in range(1, 80, 2)} <= left.keys()
+    assert left.items() < expected.items()
+    known = sum(json.loads(text)["rows"] for name, text in left.items() if "_manifest" in name)
+    numbers: list[int] = []
+    batch.run_on_ray([file], out, settings, resume=True, on_rows=numbers.append, **how)
+    assert sum(numbers) == 800 - known
+    assert contents(out) == expected
 
-    expected = lines("alone")
-    out = tmp_path / "ray"
-    how = {"address": "local", "devices": "cpu:2"}
-    counts = run_on_ray([file], out, settings, **how)
-    assert lines("ray") == expected
-    assert counts == (40, sum(b'"error":null' not in line for line in expected))
-    # Only the rows missing from the checkpoint are completed.
-    first, *others = sorted((out / "_checkpoint").glob("*"))
-    for left in others:
-        left.unlink() if left.is_file() else shutil.rmtree(left)
-    for part in out.glob("*.jsonl"):
-        if not part.name.startswith(first.name.partition(".")[0]):
-            part.unlink()
-    assert len(lines("ray")) < 40
-    assert run_on_ray([file], out, settings, resume=True, **how) == counts
-    assert lines("ray") == expected
-    with pytest.raises(RequestError, match="on_ray"):
-        batch.run([file], out, settings, devices=CPU, resume=True)
-
-
-def test_a_killed_driver_can_be_resumed(save_checkpoint, tmp_path):
-    from gpt2_infer.batch.cluster import run_on_ray
-
-    settings = make_settings(save_checkpoint()[0])
-    file, out = write_input(tmp_path / "in.jsonl", 400), tmp_path / "out"
-    how = {"address": "local", "devices": "cpu:1"}
+    out = tmp_path / "driver"
     driver = subprocess.Popen(
         [sys.executable, "-c", "import pickle, sys; pickle.load(sys.stdin.buffer)()"],
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    pickle.dump(functools.partial(run_on_ray, [file], out, settings, **how), driver.stdin)
+    run = functools.partial(batch.run_on_ray, [file], out, settings, **how)
+    pickle.dump(run, driver.stdin)
     driver.stdin.close()
-    deadline = time.monotonic() + 120
-    while not [*out.glob("*.jsonl")]:
-        assert driver.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(driver.pid, signal.SIGKILL)
+    kill_after_a_part(out, driver.pid)
     driver.wait()
-    assert len([*out.glob("*.jsonl")]) < 40
-    assert run_on_ray([file], out, settings, resume=True, **how) == (400, 0)
-    ids = [row.fields["id"] for row in read_rows(sorted(out.glob("*.jsonl")))]
-    assert sorted(ids) == sorted(f"row-{i}" for i in range(400))
+    for _ in range(600):  # Ray ends the workers of a dead driver after a moment
+        with contextlib.suppress(RequestError):
+            batch.run([file], out, settings, device="cpu", resume=True)
+            break
+        time.sleep(0.1)
+    assert contents(out) == expected
 
 
-@pytest.mark.parametrize("devices", ["0,1", "cpu:x"])
-def test_devices_of_a_cluster_are_its_gpus_or_cpus(devices, tmp_path):
-    from gpt2_infer.batch.cluster import run_on_ray
-
-    settings = batch.Settings(model="demo")
-    with pytest.raises(RequestError, match="devices must be"):
-        run_on_ray([], tmp_path, settings, address="local", devices=devices)
+def test_a_cluster_that_is_missing_or_too_small_is_refused(tmp_path):
+    for how, message in (
+        ({"address": "nonsense"}, "Ray cannot be used at nonsense: "),
+        ({"device": "cpu", "workers": 99999}, r"with \d+ CPUs cannot run 99999 workers"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            batch.run_on_ray([], tmp_path, batch.Settings(model="demo"), **how)

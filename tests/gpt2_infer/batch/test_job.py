@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 from attention_kernels import UnknownBackendError, UnsupportedError
 from attention_kernels.judge.reference import naive_attention
@@ -17,7 +16,7 @@ from gpt2_infer import RequestError, Sampling, batch, generate
 from gpt2_infer.batch import job as jobs
 from gpt2_infer.engines import continuous
 from tests.conftest import rewrite
-from tests.gpt2_infer.batch.common import CPU, contents, make_settings, write_input
+from tests.gpt2_infer.batch.common import contents, make_settings, write_input
 from tests.gpt2_infer.bench.common import add
 from tests.gpt2_infer.cli.program import run
 
@@ -37,11 +36,11 @@ def rows_of(out: Path) -> dict[str, dict]:
 
 def test_every_row_is_what_generate_writes(settings, tmp_path):
     file, out = write_input(tmp_path / "in.jsonl"), tmp_path / "out"
-    job = batch.run([file], out, settings, devices=CPU)
-    model = jobs.load(settings, CPU[0])
+    entries = batch.run([file], out, settings, device="cpu")
+    model = jobs.load(settings, torch.device("cpu"))
     rows = rows_of(out)
     assert list(rows) != [f"row-{i}" for i in range(40)]
-    assert len(job.missing) == 4
+    assert len(entries) == 4
     for i in range(40):
         row = rows[f"row-{i}"]
         assert row["input"] == {"id": f"row-{i}", "prompt": "a b c " * (i % 7), "tag": i}
@@ -80,7 +79,7 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "in.txt").write_text("a b")
     inputs = [tmp_path / "in.jsonl", tmp_path / "in.txt", tmp_path / "more" / "in.txt"]
-    batch.run(inputs, tmp_path / "out", settings, devices=CPU)
+    batch.run(inputs, tmp_path / "out", settings, device="cpu")
     rows = rows_of(tmp_path / "out")
     ids = ["7", *(f"in.jsonl:{n}" for n in (3, 5)), "none", *(f"in.jsonl:{n}" for n in (9, 11))]
     ids += ["in.jsonl:13", "x", "e", "y", "z", "long", "in.jsonl:25"]
@@ -92,7 +91,7 @@ def test_rows_that_cannot_be_completed_say_why(settings, tmp_path):
     assert rows[f"{inputs[1]}:2"]["error"] == "it is not UTF-8: byte 0 is not valid"
     assert len(rows) == 16
     with pytest.raises(batch.BatchError, match="row "):
-        batch.run(inputs, tmp_path / "strict", settings, devices=CPU, strict=True)
+        batch.run(inputs, tmp_path / "strict", settings, device="cpu", strict=True)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_a_poisoned_row_is_one_error_row(
         rows[5]["prompt"] = prompt
         file = tmp_path / f"{name}.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
-        batch.run([file], tmp_path / name, settings, devices=CPU)
+        batch.run([file], tmp_path / name, settings, device="cpu")
         outs.append(rows_of(tmp_path / name))
     healthy, poisoned = outs
     assert error in poisoned.pop("5")["error"]
@@ -146,7 +145,7 @@ def test_a_poisoned_row_is_one_error_row(
 
 def test_a_stopped_job_resumes_byte_for_byte(settings, tmp_path, monkeypatch):
     file, expected, out = write_input(tmp_path / "in.jsonl"), tmp_path / "a", tmp_path / "b"
-    batch.run([file], expected, settings, devices=CPU)
+    batch.run([file], expected, settings, device="cpu")
     original, calls = jobs.folder.write, []
 
     def failing(path, data):
@@ -157,20 +156,23 @@ def test_a_stopped_job_resumes_byte_for_byte(settings, tmp_path, monkeypatch):
 
     monkeypatch.setattr(jobs.folder, "write", failing)
     with pytest.raises(batch.BatchError, match="no room"):
-        batch.run([file], out, settings, devices=CPU)
+        batch.run([file], out, settings, device="cpu")
     monkeypatch.undo()
     with pytest.raises(RequestError, match="has a job: --resume completes it"):
-        batch.run([file], out, settings, devices=CPU)
+        batch.run([file], out, settings, device="cpu")
     other = dataclasses.replace(settings, max_new_tokens=6)
     with pytest.raises(RequestError, match="differs in max_new_tokens"):
-        batch.run([file], out, other, devices=CPU, resume=True)
-    (out / ".part-00000.jsonl.1.writing").write_text("half")
+        batch.run([file], out, other, device="cpu", resume=True)
+    (out / ".part-00001.jsonl.writing").write_text("half")
     done = out / "part-00000.jsonl"
     done.write_bytes(done.read_bytes()[:-1])  # no longer what the manifest says
-    assert len(batch.run([file], out, settings, devices=CPU, resume=True).missing) == 4
-    assert contents(out) == contents(expected)
-    assert batch.run([file], out, settings, devices=CPU, resume=True).missing == ()
-    assert contents(out) == contents(expected)
+    for completed in (40, 0):
+        numbers: list[int] = []
+        entries = batch.run(
+            [file], out, settings, device="cpu", resume=True, on_rows=numbers.append
+        )
+        assert (sum(numbers), sum(entry.rows for entry in entries)) == (completed, 40)
+        assert contents(out) == contents(expected)
 
 
 JOB, ENTRY = "_job.json", "_manifest/00000.json"
@@ -204,10 +206,10 @@ def test_a_damaged_folder_is_called_damaged(small_job):
             data = damage if isinstance(damage, bytes) else damage(json.loads(before))
             path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
         with pytest.raises(RequestError, match=f"{re.escape(str(path))} is damaged: "):
-            batch.run([file], out, settings, devices=CPU, resume=True)
+            batch.run([file], out, settings, device="cpu", resume=True)
         path.unlink()
         path.write_bytes(before)
-    assert batch.run([file], out, settings, devices=CPU, resume=True).missing == ()
+    batch.run([file], out, settings, device="cpu", resume=True)
 
 
 @pytest.fixture
@@ -215,7 +217,7 @@ def small_job(settings, tmp_path):
     """A finished job of two rows: its input, its folder and its settings."""
     file, out = write_input(tmp_path / "in.jsonl", 2), tmp_path / "out"
     settings = dataclasses.replace(settings, max_new_tokens=1)
-    batch.run([file], out, settings, devices=CPU)
+    batch.run([file], out, settings, device="cpu")
     return file, out, settings
 
 
@@ -228,14 +230,14 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(settings, tmp_path,
     file = out / left if left.endswith(".jsonl") else write_input(tmp_path / "in.jsonl", 2)
     before = contents(out)
     with pytest.raises(RequestError, match=f"holds {Path(left).name}, which belongs to no job"):
-        batch.run([file], out, settings, devices=CPU, resume=resume)
+        batch.run([file], out, settings, device="cpu", resume=resume)
     assert contents(out) == before
 
 
 def test_a_batch_size_need_not_be_repeated(small_job):
     file, out, settings = small_job
     settings = dataclasses.replace(settings, batch_size=None)
-    assert batch.run([file], out, settings, devices=CPU, resume=True).batch == 4
+    batch.run([file], out, settings, device="cpu", resume=True)
 
 
 def test_parquet_holds_the_same_rows(settings, tmp_path):
@@ -244,22 +246,22 @@ def test_parquet_holds_the_same_rows(settings, tmp_path):
     file = write_input(tmp_path / "in.jsonl", 12)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
-    batch.run([file], tmp_path / "a", settings, devices=CPU)
+    batch.run([file], tmp_path / "a", settings, device="cpu")
     parquet = dataclasses.replace(settings, format="parquet")
-    batch.run([tmp_path / "in.parquet"], tmp_path / "b", parquet, devices=CPU)
+    batch.run([tmp_path / "in.parquet"], tmp_path / "b", parquet, device="cpu")
     written = pq.read_table(tmp_path / "b").to_pylist()
     got = {row["id"]: row | {"input": json.loads(row["input"])} for row in written}
     assert got == rows_of(tmp_path / "a")
     columns = {"id": pa.array([b"x", b"y"], pa.binary()), "prompt": [b"a", b"\xff"]}
     text = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table(columns | {"text": text}), tmp_path / "binary.parquet")
-    batch.run([tmp_path / "binary.parquet"], tmp_path / "d", settings, devices=CPU)
+    batch.run([tmp_path / "binary.parquet"], tmp_path / "d", settings, device="cpu")
     bytes_rows = rows_of(tmp_path / "d")
     assert bytes_rows["x"]["input"]["prompt"] == "a"
     assert bytes_rows["binary.parquet:2"]["error"].startswith("it cannot be read: ")
     (tmp_path / "bad.parquet").write_text("no")
     with pytest.raises(RequestError, match=r"bad\.parquet cannot be read as Parquet"):
-        batch.run([tmp_path / "bad.parquet"], tmp_path / "c", settings, devices=CPU)
+        batch.run([tmp_path / "bad.parquet"], tmp_path / "c", settings, device="cpu")
 
 
 def test_threads_change_no_bit(tmp_path):
@@ -271,7 +273,7 @@ def test_threads_change_no_bit(tmp_path):
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            batch.run([file], tmp_path / str(count), settings, devices=CPU)
+            batch.run([file], tmp_path / str(count), settings, device="cpu")
             assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(threads)
@@ -280,10 +282,10 @@ def test_threads_change_no_bit(tmp_path):
 
 def test_other_weights_are_refused(settings, tmp_path):
     file = write_input(tmp_path / "in.jsonl", 4)
-    batch.run([file], tmp_path / "out", settings, devices=CPU)
+    batch.run([file], tmp_path / "out", settings, device="cpu")
     rewrite(Path(settings.model), lambda tensors: {k: 2 * v for k, v in tensors.items()})
     with pytest.raises(RequestError, match="differs in weights"):
-        batch.run([file], tmp_path / "out", settings, devices=CPU, resume=True)
+        batch.run([file], tmp_path / "out", settings, device="cpu", resume=True)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,18 @@ def test_invalid_inputs_are_refused(settings, tmp_path, name, text, message):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(RequestError, match=message):
-        batch.run([tmp_path / name], tmp_path / "out", settings, devices=CPU)
+        batch.run([tmp_path / name], tmp_path / "out", settings, device="cpu")
+
+
+def test_ids_do_not_depend_on_how_a_path_is_written(settings, tmp_path, monkeypatch):
+    files = [tmp_path / "a" / "in.txt", tmp_path / "b" / "in.txt"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("a b\n")
+    batch.run(files, tmp_path / "out", settings, device="cpu")
+    monkeypatch.chdir(tmp_path)
+    batch.run(["a/in.txt", "b/in.txt"], tmp_path / "relative", settings, device="cpu")
+    assert contents(tmp_path / "relative") == contents(tmp_path / "out")
 
 
 def test_invalid_settings_are_refused_at_once(settings, tmp_path):
@@ -317,40 +330,32 @@ def test_invalid_settings_are_refused_at_once(settings, tmp_path):
     for field, value in (("max_new_tokens", 65), ("stop", ("",))):
         other = dataclasses.replace(settings, **{field: value})
         with pytest.raises(RequestError):
-            batch.run([file], tmp_path / "out", other, devices=CPU)
+            batch.run([file], tmp_path / "out", other, device="cpu")
     other = dataclasses.replace(settings, backend="UNKNOWN")
     with pytest.raises(UnknownBackendError):
-        batch.run([file], tmp_path / "out", other, devices=CPU)
-    with pytest.raises(RequestError, match="there is no device"):
-        batch.run([file], tmp_path / "out", settings, devices=[])
+        batch.run([file], tmp_path / "out", other, device="cpu")
     assert not (tmp_path / "out" / "_job.json").exists()
-    with (
-        FileLock(tmp_path / "out" / ".lock"),
-        pytest.raises(RequestError, match="another process is completing"),
-    ):
-        batch.run([file], tmp_path / "out", settings, devices=CPU)
 
 
 def test_a_folder_without_rows_can_be_used_again(settings, tmp_path):
     file, out = write_input(tmp_path / "in.jsonl"), tmp_path / "out"
     refused = dataclasses.replace(settings, engine="graph")
     with pytest.raises(RequestError, match="needs a CUDA device"):
-        batch.run([file], out, refused, devices=CPU)
+        batch.run([file], out, refused, device="cpu")
     assert (out / "_job.json").exists()
-    assert len(batch.run([file], out, settings, devices=CPU).missing) == 4
+    assert len(batch.run([file], out, settings, device="cpu")) == 4
     (tmp_path / "file").touch()
     with pytest.raises(RequestError, match="file cannot be written: File exists"):
-        batch.run([file], tmp_path / "file", settings, devices=CPU)
+        batch.run([file], tmp_path / "file", settings, device="cpu")
 
 
 def test_the_command_counts_rows_and_errors(settings, tmp_path, capsys):
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "a b"}\nx\n')
-    words = ["batch", str(file), "--out", str(tmp_path / "out"), "--devices", "cpu"]
+    words = ["batch", str(file), "--out", str(tmp_path / "out"), "--device", "cpu"]
     words += ["--model", settings.model, "--max-new-tokens", "3"]
     status, out, err = run(capsys, *words)
     assert (status, out) == (0, f"rows: 2, errors: 1, files: 1, in {tmp_path / 'out'}\n")
-    assert "batches of 2" in err
     assert run(capsys, *words)[0] == 2
     assert run(capsys, *words, "--resume")[:2] == (0, out)
     file.write_text("x\n")

@@ -53,7 +53,7 @@ COMMAND = {  # the words, and the names of the fields
         },
     ),
     "batch": (
-        ["examples/prompts.jsonl", "--model", "demo", "--devices", "cpu", "--max-new-tokens", "1"],
+        ["examples/prompts.jsonl", *MODEL, "--max-new-tokens", "1"],
         {"rows", "errors", "files", "out"},
     ),
     "cache": ([], {"folder", "entries", "freed_bytes"}),

@@ -165,9 +165,6 @@ def test_batches_show_steps_whole_calls_and_energy():
         assert found["tokens/s, whole calls"] == "80"
         assert found.get("tokens/s") == ("200" if metric == "generation" else None)
         assert found.get("mJ per token") == ("25.0" if metric == "energy" else None)
-    file = file_of("batch", [row, beside(row, "start", "s", 1.0)])
-    (found,) = lines_of(tables.render("FILE", file))
-    assert (found["tokens/s"], found["start, s"]) == ("100", "1.0")
 
 
 def test_an_inspection_shows_conflicts_and_waste_and_names_what_was_refused():
