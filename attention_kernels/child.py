@@ -1,4 +1,4 @@
-"""Run a command with a time limit, and say how it ended; keep this process from being traced."""
+"""Run a command with a time limit and say how it ended; start the server of workers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, util
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -30,6 +31,9 @@ _MEANINGS = {
 }
 _PR_SET_DUMPABLE = 4
 _PR_SET_PDEATHSIG = 1
+# For `python -c`, the current folder is first on the path, and an http.py there would be imported.
+# Python 3.10 has no option -P. What multiprocessing appends, "-c" and a program, becomes sys.argv.
+_SAFELY = "import sys; sys.path = [*filter(None, sys.path)]; exec(sys.argv.pop())"
 
 
 def hide() -> None:
@@ -42,6 +46,21 @@ def end_with_parent() -> None:
     """Have the system kill this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def start_server() -> None:
+    """Start the server that the judge's processes are forked from, unless it runs.
+
+    Modules in the current folder are not imported there.
+    """
+    hide()
+    flags = util._args_from_interpreter_flags  # type: ignore[attr-defined]
+    util._args_from_interpreter_flags = lambda: [*flags(), "-c", _SAFELY]  # type: ignore[attr-defined]
+    try:
+        forkserver.set_forkserver_preload(["attention_kernels.judge.server"])
+        forkserver.ensure_running()
+    finally:
+        util._args_from_interpreter_flags = flags  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

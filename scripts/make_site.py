@@ -98,8 +98,7 @@ def report() -> str:
     list_backends()
     versions = ladder.versions()
     shape = Shape(num_heads=1, seqlen=128, head_dim=64)
-    found = newest(ROOT / "results")
-    files = [found[name][0] for name in RESULTS]
+    files = [newest(ROOT / "results", name) for name in RESULTS]
     return make_page({name: versions[name] for name in REPORTED}, files, shape, gpu="h200")
 
 

@@ -32,15 +32,14 @@ def shown(root: Path) -> set[str]:
 
 def draw_documents(root: Path) -> dict[Path, bytes]:
     """Draw the pictures that the documents show; raises ResultsError for one without results."""
-    tasks, wanted = newest(root / "results"), shown(root)
-    drawn: dict[str, bytes] = {}
+    wanted, drawn = shown(root), dict[str, bytes]()
     for task in sorted({name.rpartition("_")[0] for name in wanted}):
         plots = {name.removeprefix(f"{task}_") for name in wanted}
-        pictures = charts.render(tasks[task][1], plots) if task in tasks else {}
+        pictures = charts.render(read(newest(root / "results", task)), plots)
         drawn |= {f"{task}_{plot}": svg for plot, svg in pictures.items()}
     if missing := wanted - drawn.keys():
         raise ResultsError(
-            f"no results for these pictures of the documents: {', '.join(sorted(missing))}"
+            f"these pictures of the documents cannot be drawn: {', '.join(sorted(missing))}"
         )
     return {root / "results" / "plots" / f"{name}.svg": drawn[name] for name in sorted(wanted)}
 

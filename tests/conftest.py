@@ -122,8 +122,7 @@ def remembered() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conformance, "truth", truth)
-        for name in ("attention_cases", "decode_cases", "in_order_of_gain"):
-            patch.setattr(conformance, name, _of_lists(getattr(conformance, name)))
+        patch.setattr(conformance, "ordered_cases", _of_lists(conformance.ordered_cases))
         yield
 
 

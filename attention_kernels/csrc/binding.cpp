@@ -2,8 +2,8 @@
 // attention_kernels::<version.op>, for CUDA or, with ATTENTION_EMULATOR, for the CPU. It does not
 // depend on the version, so it is compiled once and linked to each. The op's schema and its fake
 // kernel are in Python. With ATTENTION_POISON, output and scratch are filled with NaN before the
-// launch, so that elements nobody writes show; the emulator always does that. ATTENTION_LIBRARY
-// names another library of ops than attention_kernels.
+// launch, so that elements nobody writes show; the emulator always does that, with NaN or the word
+// ATTENTION_EMULATOR_POISON. ATTENTION_LIBRARY names another library of ops than attention_kernels.
 //
 // It does everything that a version's launch() does not: checks, allocation, the device guard, the
 // current stream, and exceptions for errors. An error that begins with "refuses: " is about the
@@ -189,7 +189,10 @@ Tensor empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Tensor& 
 // All bits set is a NaN in every floating-point type.
 void poison([[maybe_unused]] const Tensor& tensor, [[maybe_unused]] cudaStream_t stream) {
 #if defined(ATTENTION_EMULATOR)
-  std::memset(tensor.mutable_data_ptr(), 0xff, tensor.numel() * tensor.element_size());
+  const char* const word = emulator::setting("ATTENTION_EMULATOR_POISON");
+  emulator::SharedMemory::fill(static_cast<unsigned char*>(tensor.mutable_data_ptr()),
+                               tensor.numel() * tensor.element_size(),
+                               word ? std::strtoul(word, nullptr, 16) : 0xffffffff);
 #elif defined(ATTENTION_POISON)
   const cudaError_t error = cudaMemsetAsync(tensor.mutable_data_ptr(), 0xff,
                                             tensor.numel() * tensor.element_size(), stream);

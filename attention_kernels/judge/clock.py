@@ -27,7 +27,7 @@ from attention_kernels.errors import AttentionError
 from attention_kernels.judge.blocks import checksum, multiply
 from attention_kernels.judge.calls import Request
 from attention_kernels.judge.conformance import request_of
-from attention_kernels.judge.inputs import Case, DecodeCase, Layout
+from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.reference import truth
 from attention_kernels.judge.worker import Runner, Timing
 
@@ -61,7 +61,7 @@ class Numbers:
             self._round, self._requests = number, {}
             self._seed = secrets.randbelow(2**62)
         if contiguous not in self._requests:
-            layout: Layout = "contiguous" if contiguous else self.case.layout
+            layout = "contiguous" if contiguous else self.case.layout
             case = dataclasses.replace(self.case, layout=layout)
             peaky = self._seed % self.sets  # one of the sets has scores that need their maximum
             cases = [

@@ -1,124 +1,127 @@
-"""Choose values of several dimensions such that all of their combinations occur, soonest first."""
+"""Draw many cases at random, and choose those that try something new, the most for its cost first.
+
+What a case tries are parts: combinations of two or three of its values, and its exact sizes.
+"""
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-T = TypeVar("T")
-# Of how many random choices the best is taken, and how many are drawn for them.
-CANDIDATES, TRIES = 30, 60
-Places: TypeAlias = NDArray[np.int64]
-Group: TypeAlias = Mapping[str, Sequence[Any]]
-"""Values of some dimensions, whose combinations must all occur."""
+Numbers: TypeAlias = NDArray[Any]
+PARTS_OF_FIXED = 120  # as many as a drawn case has that tries only what is new
 
 
 class Cover:
-    """Choices of one value per dimension, until every combination in every group has occurred.
+    """Cases as columns: the places of their values in each dimension, their sizes and parts.
 
-    cost: returns what choices cost, given the places of their values in each dimension; infinite
-    if a choice is not allowed.
+    powers: the dimensions that are sizes, and their powers in a case's work, which is `work` of
+    sizes. Their values are ranges, of which each case has one number.
     """
 
     def __init__(
         self,
-        dimensions: Mapping[str, Sequence[Any]],
-        groups: Sequence[Group],
-        draw: random.Random,
-        cost: Callable[[Mapping[str, Places]], NDArray[np.float64]],
+        values: Mapping[str, Sequence[Any]],
+        powers: Mapping[str, int],
+        work: Callable[[Mapping[str, Numbers]], Numbers],
+        draw: np.random.Generator,
     ) -> None:
-        self._dimensions, self._cost = dimensions, cost
-        self._draw = np.random.default_rng(draw.getrandbits(64))
-        self._names = [*dimensions]
-        # Combination i of group g is element _first[g] + i of _open.
-        sizes = [[len(dimensions[name]) for name in group] for group in groups]
-        self._first = np.cumsum([0, *map(math.prod, sizes)])
-        self._open = np.zeros(self._first[-1], dtype=bool)
-        self._weights = np.zeros((len(dimensions), len(groups)), dtype=np.int64)
-        self._groups = [(*group,) for group in groups]
-        self._sizes = sizes
-        for g, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-            wanted = np.zeros(size, dtype=bool)
-            places = [
-                [dimensions[name].index(value) for value in values]
-                for name, values in group.items()
-            ]
-            wanted[np.ix_(*places)] = True
-            self._open[self._first[g] : self._first[g + 1]] = wanted.ravel()
-            for at, name in enumerate(group):
-                self._weights[self._names.index(name), g] = math.prod(size[at + 1 :])
+        self._values, self._powers, self._work, self._draw = values, powers, work, draw
+        self.at: dict[str, Numbers] = {}
+        self.sizes: dict[str, Numbers] = {}
+        self.least: dict[str, Numbers] = {}
+        """The least sizes in their ranges, or those that were given: what a case's cost counts."""
+        self.costs: Numbers = np.zeros(0)
+        self._parts: list[Numbers] = []
+        self._count = 1  # part 0 is none
 
-    def choose(
-        self, fixed: Mapping[str, Any], most: float = math.inf, tries: int = TRIES
-    ) -> dict[str, Any] | None:
-        """Return the choice with the fixed values that closes most combinations for its cost.
+    def add(self, count: int, usual: float, most: float = math.inf, **given: Numbers) -> None:
+        """Draw cases with given sizes and places; others are free up to `usual` work.
 
-        It is the best of up to CANDIDATES random ones; None if none of `tries` costs at most
-        `most`.
+        In a case of more than `most` work, some sizes but seqlen are the smallest.
         """
-        places = {name: self._dimensions[name].index(value) for name, value in fixed.items()}
-        first = [places.get(name, 0) for name in self._names]
-        end = [places.get(name, len(x) - 1) + 1 for name, x in self._dimensions.items()]
-        drawn = self._draw.integers(first, end, (tries, len(first)))
-        costs = self._cost(dict(zip(self._names, drawn.T, strict=True)))
-        allowed = np.flatnonzero((costs <= most) & (costs < math.inf))[:CANDIDATES]
-        if not len(allowed):
-            return None
-        drawn, costs = drawn[allowed], costs[allowed]
-        closed = drawn @ self._weights + self._first[:-1]
-        best = int((self._open[closed].sum(1) / costs).argmax())
-        self._open[closed[best]] = False
-        values = zip(self._dimensions.items(), drawn[best], strict=True)
-        return {name: of_name[place] for (name, of_name), place in values}
+        at = {name: self._draw.integers(len(x), size=count) for name, x in self._values.items()}
+        ranges = {name: self._values[name] for name in self._powers}
+        for name, numbers in given.items():
+            at[name] = numbers
+            if name in ranges:  # a number in none of them counts as in the last
+                places = {n: place for place, of in enumerate(ranges[name]) for n in of}
+                last = len(ranges[name]) - 1
+                at[name] = np.array([places.get(n, last) for n in numbers.tolist()])
 
-    def next(
-        self, most: float = math.inf, most_of_triple: float = math.inf
-    ) -> dict[str, Any] | None:
-        """Return a choice that contains an open combination; None if all have occurred.
+        def least() -> dict[str, Numbers]:
+            low = {name: np.array([x[0] for x in of])[at[name]] for name, of in ranges.items()}
+            return low | {name: x for name, x in given.items() if name in ranges}
 
-        A combination is given up if no random choice with it costs at most `most`, or
-        `most_of_triple` if it has three values.
-        """
-        while self._open.any():
-            first = int(self._open.argmax())
-            g = int(np.searchsorted(self._first, first, "right")) - 1
-            places = np.unravel_index(first - self._first[g], self._sizes[g])
-            fixed = {
-                name: self._dimensions[name][place]
-                for name, place in zip(self._groups[g], places, strict=True)
+        for name in self._draw.permutation([name for name in ranges if name != "seqlen"]):
+            smallest = int(np.argmin([x[0] for x in ranges[name]]))
+            at[name] = np.where(self._work(least()) > most, smallest, at[name])
+        low = least()
+        sizes, room = dict(low), np.maximum(usual / self._work(low), 1.0)
+        for name, power in self._powers.items():
+            if name in given:
+                continue
+            last, step = np.array([(x[-1], x.step) for x in ranges[name]])[at[name]].T
+            steps = (np.minimum(last, low[name] * room ** (1 / power)) - low[name]) // step
+            sizes[name] = low[name] + step * self._draw.integers(steps.astype(np.int64) + 1)
+            room = np.maximum(room / (sizes[name] / low[name]) ** power, 1.0)
+        for columns, new in ((self.at, at), (self.sizes, sizes), (self.least, low)):
+            columns |= {
+                name: np.concatenate([columns.get(name, x[:0]), x]) for name, x in new.items()
             }
-            self._open[first] = False
-            limit = most if len(fixed) == 2 else most_of_triple
-            if (chosen := self.choose(fixed, limit, 10 * TRIES)) is not None:
-                return chosen
-        return None
+
+    def keep(self, kept: Numbers) -> None:
+        """Drop the other cases."""
+        for columns in (self.at, self.sizes, self.least):
+            columns |= {name: x[kept] for name, x in columns.items()}
+
+    def close(self, numbers: Numbers, where: Numbers | bool = True) -> None:
+        """Add a part to each case, or some: cases with the same number have the same."""
+        self._parts.append(np.where(where, self._count + numbers, 0))
+        self._count += int(numbers.max()) + 1
+
+    def combine(self, names: Sequence[str], count: int, where: Numbers | bool = True) -> None:
+        """Add a part for each combination of so many values."""
+        for group in itertools.combinations(names, count):
+            numbers = np.zeros(len(self.costs), dtype=np.int64)
+            for name in group:
+                numbers = numbers * len(self._values[name]) + self.at[name]
+            self.close(numbers, where)
+
+    def parts(self) -> Numbers:
+        """Return the parts of each case, a row each; 0 is none."""
+        return np.stack(self._parts, axis=1)
 
 
-def in_order_of_gain(
-    items: Sequence[T], parts: Callable[[T], Iterable[Hashable]], cost: Callable[[T], float]
-) -> Iterator[tuple[T, float]]:
-    """Yield the items, each time the one with the most new parts for its cost.
+def in_order_of_gain(fixed: Sequence[float], drawn: Cover) -> Iterator[tuple[int, float]]:
+    """Yield the numbers of cases, each time that with the most new parts for its cost.
 
+    fixed: the costs of cases with PARTS_OF_FIXED parts of their own, whose numbers are negative.
     With each comes the share of all parts that had occurred before it.
     """
-    numbers: dict[Hashable, int] = {}
-    of_item = [np.array([numbers.setdefault(x, len(numbers)) for x in parts(it)]) for it in items]
-    costs = [cost(item) for item in items]
-    is_open, left = np.ones(len(numbers), dtype=bool), len(numbers)
-    gains = [(-len(found) / costs[n], n) for n, found in enumerate(of_item)]
+    parts = drawn.parts()
+    is_open = np.zeros(parts.max() + 1, dtype=bool)
+    is_open[parts] = True
+    is_open[0] = False
+    total = left = int(is_open.sum()) + PARTS_OF_FIXED * len(fixed)
+    gains = [(-PARTS_OF_FIXED / cost, n - len(fixed)) for n, cost in enumerate(fixed)]
+    gains += zip((-(parts > 0).sum(1) / drawn.costs).tolist(), range(len(parts)), strict=True)
     heapq.heapify(gains)
     while gains:
         _, n = heapq.heappop(gains)
-        new = int(is_open[of_item[n]].sum())
-        if gains and new / costs[n] < -gains[0][0]:  # others closed some of its parts
-            heapq.heappush(gains, (-new / costs[n], n))
+        new = PARTS_OF_FIXED if n < 0 else int(np.count_nonzero(is_open[parts[n]]))
+        if not new:
             continue
-        yield items[n], 1 - left / len(numbers)
-        is_open[of_item[n]] = False
+        if n >= 0 and gains and (now := -new / drawn.costs[n]) > gains[0][0]:
+            heapq.heappush(gains, (now, n))  # others closed some of its parts
+            continue
+        yield n, 1 - left / total
         left -= new
+        if n >= 0:
+            is_open[parts[n]] = False

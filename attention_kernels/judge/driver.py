@@ -126,9 +126,12 @@ class _Refused:
             self._taken.add((type(what), what.dtype, what.head_dim))
 
     def add(self, what: What, error: UnsupportedError) -> list[str]:
-        """Note a refusal; return the lines to report: one for a case, none for another check."""
-        if isinstance(what, str) or what in self:
+        """Note a refusal; return the lines to report: none for a case like one that was refused."""
+        reasons = "; ".join(error.reasons)
+        if isinstance(what, str):
+            return [f"{what}: {reasons}"]
+        if what in self:
             return []
         self._lengths[type(what), what.dtype, what.head_dim].add(what.seqlen)
         case = f"seqlen {what.seqlen}, head_dim {what.head_dim}, {dtype_name(what.dtype)}"
-        return [f"{case}: {'; '.join(error.reasons)}"]
+        return [f"{case}: {reasons}"]

@@ -15,7 +15,6 @@ Extreme = Literal[
     "tiny", "huge", "alternating", "halves", "one large column", "zero rows", "tiny scores"
 ]
 Kind = Literal["normal", "offset", "equal"] | Extreme
-Layout = Literal["fused", "contiguous", "transposed", "gaps", "mixed"]
 # The size of the values where a kernel must not look: finite, even when multiplied by 8.
 LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 
@@ -36,7 +35,7 @@ class Case:
     seed: int = 0
     kind: Kind = "normal"
     """The kind of values; see of_kind()."""
-    layout: Layout = "fused"
+    layout: str = "fused"
     """The memory layout of q, k and v; see arrange()."""
     group: int = 1
     """The number of query heads per key head; num_heads counts those of k and v."""
@@ -81,7 +80,7 @@ class DecodeCase:
     num_heads: int = 2
     scale: float = 1.0
     softmax_scale: float | None = None
-    layout: Layout = "transposed"
+    layout: str = "transposed"
     """The memory layout of the cache; see arrange()."""
     kind: Kind = "normal"
     """The kind of values; see of_kind()."""
@@ -174,36 +173,51 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     return qkv
 
 
-def arrange(qkv: Tensor, layout: Layout, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def arrange(qkv: Tensor, layout: str, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Split (batch, seqlen, 3, num_heads, head_dim) into q, k and v with a memory layout.
 
     k and v have num_heads / group heads.
 
     fused: views of one projection, as in GPT-2. contiguous: three contiguous tensors. transposed:
     heads before positions. gaps: NaN around every head, row and sequence, more for k than for q and
-    more for v than for k; each view begins 16 bytes or more into its storage. mixed: a different
-    layout for each. Rows begin at multiples of 16 bytes wherever those of a contiguous tensor do.
+    more for v than for k; each view begins 16 bytes or more into its storage. one head, one row:
+    the first head, or row of the batch, for all, with a stride of 0. k is q, v is k: one tensor.
+    unaligned: rows begin off multiples of 16 bytes, where those of the other layouts begin if those
+    of a contiguous tensor do. Three names are those of q, k and v, each in its own projection if it
+    is fused.
     """
     q, k, v = qkv.unbind(2)
     k, v = (x[:, :, : x.shape[2] // group] for x in (k, v))
-    if layout == "contiguous":
-        return q.contiguous(), k.contiguous(), v.contiguous()
-    if layout == "transposed":
-        return _transposed(q), _transposed(k), _transposed(v)
-    if layout == "gaps":
-        return _with_gaps(q, 1), _with_gaps(k, 2), _with_gaps(v, 3)
-    if layout == "mixed":
-        return _transposed(q), _with_gaps(k, 1), v.contiguous()
-    return q, k, v
+    if layout == "k is q":
+        return q, q[:, :, : k.shape[2]], v
+    if layout == "v is k":
+        return q, k, k
+    if layout == "fused":
+        return q, k, v
+    of_q, of_k, of_v = layout.split(", ") if "," in layout else [layout] * 3
+    return _placed(q, of_q, 1), _placed(k, of_k, 2), _placed(v, of_v, 3)
 
 
-def _transposed(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+def _placed(x: Tensor, layout: str, width: int) -> Tensor:
+    """Return a copy in another layout; width: of gaps, in 16 bytes."""
+    placed = x.contiguous()
+    if layout == "fused":
+        placed = torch.stack([x * 2, x, x * -3], 2)[:, :, 1]
+    elif layout == "transposed":
+        placed = x.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "gaps":
+        placed = _with_gaps(x, width, width * 16 // x.element_size())
+    elif layout == "unaligned":
+        placed = _with_gaps(x, 1, 1)
+    elif layout == "one head":
+        placed = x[:, :, :1].contiguous().expand(x.shape)
+    elif layout == "one row":
+        placed = x[:1].contiguous().expand(x.shape)
+    return placed
 
 
-def _with_gaps(x: Tensor, width: int) -> Tensor:
+def _with_gaps(x: Tensor, width: int, pad: int) -> Tensor:
     batch, seqlen, num_heads, head_dim = x.shape
-    pad = width * 16 // x.element_size()
     shape = (batch + 1, seqlen + width, num_heads + 1, head_dim + pad)
     view = x.new_full(shape, torch.nan)[:batch, width:, :num_heads, pad:]
     return view.copy_(x)

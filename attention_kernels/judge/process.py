@@ -22,14 +22,13 @@ from typing import Any
 
 import msgspec
 
-from attention_kernels.child import ending, hide
+from attention_kernels.child import ending, start_server
 from attention_kernels.errors import AttentionError
 from attention_kernels.judge.calls import Reply
 
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
 LARGEST_MESSAGE = 2**20
 MESSAGE_S = 10.0  # for the rest of a message that has begun
-SERVER = "attention_kernels.judge.server"  # what the server imports
 
 
 class EndedError(AttentionError, RuntimeError):
@@ -45,9 +44,8 @@ class Process:
     """A process that answers messages, and the judge's end of the connection to it."""
 
     def __init__(self, target: Callable[..., None], fds: Sequence[int], *arguments: Any) -> None:
-        hide()
+        start_server()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([SERVER])
         self._connection, theirs = context.Pipe()
         limit = struct.pack("@ll", int(MESSAGE_S), 0)
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
@@ -56,7 +54,7 @@ class Process:
         files = [_File(fd) for fd in (2, *fds)]
         arguments = target, theirs, files, dict(os.environ), *arguments
         self._process = context.Process(target=_begin, args=arguments, daemon=True)
-        with _without_main():
+        with _without_main_and_argv():
             self._process.start()
         theirs.close()
 
@@ -93,14 +91,17 @@ class Process:
 
 
 @contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep multiprocessing from running the main module, a user's script, in a new process."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
+def _without_main_and_argv() -> Iterator[None]:
+    """Keep multiprocessing from running the main module, a user's script, in a new process.
+
+    Nor does a kernel learn there from sys.argv that it is being verified.
+    """
+    main, argv = sys.modules["__main__"], sys.argv
+    sys.modules["__main__"], sys.argv = ModuleType("__main__"), [""]
     try:
         yield
     finally:
-        sys.modules["__main__"] = main
+        sys.modules["__main__"], sys.argv = main, argv
 
 
 def shared_memory() -> int:

@@ -124,6 +124,9 @@ class Runner:
     a test or a notebook; all others have a Worker.
     """
 
+    calls = 0
+    """The number of calls that requests have asked for."""
+
     def __init__(self, spec: BackendSpec, device: str) -> None:
         self.spec, self.device = spec, device
         self._given, self._taken = Block(), Block()
@@ -150,6 +153,7 @@ class Runner:
     def send(self, request: Request) -> None:
         """Start on a request."""
         self._request = request
+        self.calls += len(request.calls.order)
         self._given.grow(request.calls.given_bytes)
         self._taken.grow(request.calls.taken_bytes)
         self._given.tensor[: len(request.block)] = request.block

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -27,17 +26,9 @@ import torch
 
 from attention_kernels import ladder
 from gpt2_infer import __version__
-from gpt2_infer.batch import folder
+from gpt2_infer.batch import folder, formats
 from gpt2_infer.batch.folder import BatchError
-from gpt2_infer.batch.rows import (
-    COLUMNS,
-    InputRow,
-    as_lines,
-    as_parquet,
-    file_names,
-    import_pyarrow,
-    read_rows,
-)
+from gpt2_infer.batch.formats import InputRow
 from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_device
 from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config, ProductsName
@@ -137,7 +128,7 @@ class _Part(NamedTuple):
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the part's file and enter it in the manifest."""
-        data = as_parquet(rows) if self.file.suffix == ".parquet" else as_lines(rows)
+        data = formats.WRITERS[self.file.suffix](rows)
         errors = sum(row["error"] is not None for row in rows)
         entry = Entry(self.file.name, hashlib.sha256(data).hexdigest(), len(rows), errors)
         folder.write(self.file, data)
@@ -184,8 +175,6 @@ def run(
             # The number of threads changes how a CPU rounds products of few rows.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-            if device.type == "cuda":
-                stack.enter_context(torch.cuda.device(device))
             _complete(paths, job, missing, device, strict, on_rows)
         return [folder.read(part.entry, Entry) for part in parts.values()]
 
@@ -195,7 +184,7 @@ def _plan(
 ) -> Asked:
     """Return the request, after writing it to _job.json or comparing it with the one there."""
     if settings.format == "parquet":
-        import_pyarrow()
+        formats.import_pyarrow()
     file = out / "_job.json"
     begun = next(filter(_is_output, out.rglob("*")), None)
     if begun and not file.exists():
@@ -210,7 +199,7 @@ def _plan(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )
     _request(settings, checkpoint, InputRow(0, "", {"prompt": [0]}))  # rejects bad settings
-    digests = tuple(zip(file_names(inputs), map(folder.digest, inputs), strict=True))
+    digests = tuple(zip(formats.file_names(inputs), map(folder.digest, inputs), strict=True))
     rows = known.rows if known and known.inputs == digests else _count(inputs)
     batch_size = known.batch_size if known else _batch_size(checkpoint.config, device, rows)
     asked = Asked(
@@ -239,7 +228,7 @@ def _is_output(path: Path) -> bool:
 def _count(inputs: Sequence[Path]) -> int:
     """Return the number of rows; raises RequestError if there are none, or two with one id."""
     ids: set[str] = set()
-    for row in read_rows(inputs):
+    for row in formats.read_rows(inputs):
         if row.id in ids:
             raise RequestError(f"two rows have the id {row.id!r}")
         ids.add(row.id)
@@ -296,7 +285,7 @@ def _complete(
     """Complete and write parts; raises BatchError at an error row if `strict`."""
     settings = job.settings
     waiting: dict[int, list[InputRow]] = {number: [] for number in parts}
-    for row in read_rows(inputs):
+    for row in formats.read_rows(inputs):
         digest = hashlib.blake2b(row.id.encode("utf-8"), digest_size=8).digest()
         if (number := int.from_bytes(digest, "big") % job.parts) in waiting:
             waiting[number].append(row)
@@ -304,30 +293,29 @@ def _complete(
     # Several parts are completed together: the batch stays full from one part to the next.
     at_once = max(1, BATCHES_AT_ONCE * job.batch_size // settings.part_rows)
     while waiting:
-        rows = {number: waiting.pop(number) for number in [*waiting][:at_once]}
+        some = {number: waiting.pop(number) for number in [*waiting][:at_once]}
+        rows = {row.index: row for part_rows in some.values() for row in part_rows}
         written = {}
-        for row, result in _results(settings, engine, itertools.chain(*rows.values())):
+        for index, result in _results(settings, engine, rows):
             if isinstance(result, str) and strict:
-                raise BatchError(f"row {row.id}: {result}")
-            written[row.index] = _output_row(settings, engine, row, result)
+                raise BatchError(f"row {rows[index].id}: {result}")
+            written[index] = _output_row(settings, engine, rows[index], result)
             on_rows(1)
-        for number, part_rows in rows.items():
+        for number, part_rows in some.items():
             parts[number].write([written[row.index] for row in part_rows])
 
 
 def _results(
-    settings: Settings, engine: Continuous, rows: Iterable[InputRow]
-) -> Iterator[tuple[InputRow, Completion | str]]:
-    """Yield each row with its completion, or the reason why it failed, in any order."""
-    by_index, requests = {}, []
-    for row in rows:
+    settings: Settings, engine: Continuous, rows: dict[int, InputRow]
+) -> Iterator[tuple[int, Completion | str]]:
+    """Yield each row's completion, or the reason why it failed, by index and in any order."""
+    requests = []
+    for index, row in rows.items():
         try:
-            requests.append((row.index, _request(settings, engine.model, row)))
-            by_index[row.index] = row
+            requests.append((index, _request(settings, engine.model, row)))
         except RequestError as error:
-            yield row, str(error)
-    for index, result in engine.run(requests):
-        yield by_index[index], result
+            yield index, str(error)
+    yield from engine.run(requests)
 
 
 def _request(settings: Settings, model: GPT2 | Checkpoint, row: InputRow) -> Request:
@@ -355,4 +343,4 @@ def _output_row(
     fields = {"id": row.id, "input": row.fields, "backend": engine.model.attention.name}
     fields |= {"decode_backend": engine.model.decode_attention.name, "engine": engine.engine}
     fields |= {"error": result} if isinstance(result, str) else vars(result)
-    return dict.fromkeys(COLUMNS) | fields | {"seed": _seed(settings, row)}
+    return dict.fromkeys(formats.COLUMNS) | fields | {"seed": _seed(settings, row)}

@@ -18,6 +18,8 @@ from gpt2_infer.errors import GPT2InferError
 from gpt2_infer.files import check_writable, read_file
 
 BASELINE = "NAIVE_PYTORCH"
+DEVICES = ("h200", "h100", "cpu")
+"""Devices in the names of results files, those that documents show by default first."""
 FREE_ATTENTION = "FREE_ATTENTION"
 """Not a real backend: it skips attention, to show the most that any kernel could save."""
 SCHEMA = Path(__file__).with_name("results.schema.json")
@@ -303,17 +305,15 @@ def read(path: Path) -> File:
         raise ResultsError(f"{path} is truncated or not JSON: {error}") from error
 
 
-def newest(folder: Path) -> dict[str, tuple[Path, File]]:
-    """Return the newest file of each task, by the date in its provenance; raises ResultsError."""
-    if not folder.is_dir():
-        raise ResultsError(f"there is no folder {folder}")
-    found: dict[str, tuple[Path, File]] = {}
-    for path in sorted(folder.glob("*.json")):
-        file = read(path)
-        older = found.get(file.task)
-        if older is None or file.provenance.date > older[1].provenance.date:
-            found[file.task] = (path, file)
-    return found
+def newest(folder: Path, task: str, device: str = "") -> Path:
+    """Return the newest file of a task, <date>_<device>_<task>.json.
+
+    device: by default the first of DEVICES that has one. Raises ResultsError.
+    """
+    for name in [device] if device else DEVICES:
+        if found := sorted(folder.glob(f"*_{name}_{task}.json")):
+            return found[-1]
+    raise ResultsError(f"{folder} has no results of {task}" + (f" on {device}" if device else ""))
 
 
 def check_output(path: Path) -> None:

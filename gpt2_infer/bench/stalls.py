@@ -1,4 +1,4 @@
-"""Stalls by source line and what-ifs, as they are recorded; a profiler's samples next to them."""
+"""Predicted stalls by source line, and what-ifs, as they are recorded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from attention_kernels import AttentionError, ladder
+from attention_kernels import AttentionError
 from attention_kernels.inspection import nsight
 from attention_kernels.inspection.advice import Advice
 from attention_kernels.inspection.explain import Explanation, LineStalls
 from attention_kernels.inspection.gpus import gpus
-from attention_kernels.inspection.nsight import ComparedLine, Comparison, Sampled
-from attention_kernels.inspection.predictors import predictor_of, predicts_without_version
+from attention_kernels.inspection.nsight import Comparison, Sampled
+from attention_kernels.inspection.predictors import predictor_of
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import (
@@ -137,7 +137,7 @@ def _rounded(share: float) -> float:
     return round(share, 5)
 
 
-def _fields(one: Advice | ComparedLine) -> dict[str, Any]:
+def _fields(one: Advice) -> dict[str, Any]:
     fields = dataclasses.asdict(one)
     return {
         k: _rounded(value) if isinstance(value, float) else value for k, value in fields.items()
@@ -194,14 +194,13 @@ def read_report(path: Path) -> list[Sampled]:
 
 
 class StallsByLine(Subject[KernelCell]):
-    """Explains a ladder, or the named backends; a refused one has a reason."""
+    """Explains a ladder; a version that cannot be predicted has a reason."""
 
     def __init__(self, study: StallStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
-        self.versions = _named(study.backends) if study.backends else predicted_in(study.family)
-        self.kernels = read_report(Path(study.report)) if study.report else []
+        self.versions = predicted_in(study.family)
         shape = study.seqlen, study.batch, study.heads, study.head_dim
-        self.dtypes = {k: x.dtypes[0] if x else study.dtype for k, x in self.versions.items()}
+        self.dtypes = {k: x.dtypes[0] if x else "float32" for k, x in self.versions.items()}
         self.cells = [
             KernelCell(*shape, dtype, is_causal=not study.full)
             for dtype in dict.fromkeys(self.dtypes.values())
@@ -209,36 +208,8 @@ class StallsByLine(Subject[KernelCell]):
         self.facts = {"gpu": card.name}
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
-        """Yield the prediction of each backend in that dtype; each keeps all cores busy."""
+        """Yield the prediction of each version in that dtype; each keeps all cores busy."""
         names = [name for name, dtype in self.dtypes.items() if dtype == cell.dtype]
         for name in tqdm(names, "explaining", unit="", disable=None):
-            row, compared = explain_backend(
-                name, self.versions[name], cell, gpu=self.gpu, kernels=self.kernels
-            )
-            yield Contender(row, beside=[*_agreement(name, compared)] if compared else [])
-
-
-def _named(names: Sequence[str]) -> dict[str, VersionHeader | None]:
-    specs = ladder.resolve_all(names)
-    for spec in specs:
-        if spec.version is None and not predicts_without_version(spec):
-            raise RequestError(f"{spec.name} has no version file")
-    return {spec.name: spec.version for spec in specs}
-
-
-def _agreement(name: str, found: Comparison) -> Iterator[Row]:
-    """Yield how well the stalls were predicted; `extra` of the first row has the worst lines."""
-    figures = {
-        "worst found": found.worst_found,
-        "worst": found.worst,
-        "reasons equal": found.reasons_equal,
-        "reasons": found.reasons,
-        "samples": found.samples,
-        "rank correlation": found.rank_correlation,
-    }
-    extra = {"lines": [*map(_fields, found.lines[: nsight.WORST])]}
-    for metric, value in figures.items():
-        if value is not None:
-            samples = [_rounded(value)]
-            yield Row(contender=name, metric=metric, unit="1", samples=samples, extra=extra)
-            extra = {}
+            row, _ = explain_backend(name, self.versions[name], cell, gpu=self.gpu)
+            yield Contender(row)

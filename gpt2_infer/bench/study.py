@@ -137,31 +137,12 @@ class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
     seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
 
 
-class StepPredictionStudy(Study, kw_only=True, tag="step-prediction"):
-    """Predicted times of the fused decode step, on a GPU that need not be present."""
-
-    subject = "step_prediction.StepPredictions"
-    gpu: str = "h200"
-    models: list[str] = msgspec.field(default_factory=lambda: ["gpt2"])
-    dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32", "bfloat16"])
-    batch_sizes: list[AtLeastOne] = msgspec.field(default_factory=lambda: [8])
-    prompt_tokens: AtLeastOne = 8
-    new_tokens: AtLeastOne = 504
-    """Tokens of the text that is measured; the step in its middle is predicted."""
-
-
 class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
-    """Predicted stalls by source line, and what-ifs, on a GPU that need not be present."""
+    """Predicted stalls of a ladder by source line, on a GPU that need not be present."""
 
     subject = "stalls.StallsByLine"
-    backends: list[str] = []
-    """Names or version files; empty selects the ladder."""
     gpu: str = "h200"
-    dtype: str = "float32"
-    """The dtype of backends without a version file."""
     seqlen: AtLeastOne = 1024
-    report: str = ""
-    """Source page that ncu exported as CSV, gzipped or not, to compare the stalls with."""
 
 
 class ProbeStudy(Study, kw_only=True, tag="probe"):
@@ -169,14 +150,6 @@ class ProbeStudy(Study, kw_only=True, tag="probe"):
 
     subject = "probe.Probe"
     arch: str = "90a"
-    rounds: Rounds = 3
-
-
-class BuildStudy(Study, kw_only=True, tag="build"):
-    """Cold builds of the float32 ladder; needs no GPU."""
-
-    subject = "builds.Builds"
-    arch: str = "90"
     rounds: Rounds = 3
 
 
@@ -253,10 +226,8 @@ AnyStudy: TypeAlias = (
     | ProfileStudy
     | InspectionStudy
     | PredictionStudy
-    | StepPredictionStudy
     | StallStudy
     | ProbeStudy
-    | BuildStudy
     | InstallStudy
     | DecodeStudy
     | BatchStudy

@@ -71,7 +71,7 @@ def batch_size(text: str) -> int | None:
 def shard(text: str) -> tuple[int, int]:
     """Convert --shard."""
     if not re.fullmatch(r"\d{1,9}/\d{1,9}", text):
-        raise argparse.ArgumentTypeError(f"must be I/N, such as 0/4, not {text[:40]!r}")
+        raise argparse.ArgumentTypeError(f"must be a shard such as 0/4, not {text[:40]!r}")
     index, count = map(int, text.split("/"))
     return index, count
 

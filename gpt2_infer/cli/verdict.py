@@ -71,6 +71,8 @@ class Findings:
     """The number of checks that ran."""
     cases: int = 0
     """The number of cases that ran."""
+    calls: int = 0
+    """The number of calls of the kernel, all in one process."""
     has_attention: bool = True
     """Whether it has an attention kernel; without one, only decode was tested."""
     stopped: bool = False
@@ -205,6 +207,7 @@ def _findings(report: Report, *, sanitized: bool) -> Findings:
         total=report.total,
         checks=report.checks,
         cases=report.cases,
+        calls=report.calls,
         has_attention=report.has_attention,
         stopped=report.stopped,
         killed=report.killed,

@@ -6,11 +6,10 @@ import argparse
 import dataclasses
 import os
 import re
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attention_kernels.child import hide
+from attention_kernels import child
 from attention_kernels.ladder import ahead, header
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.options import DTYPES, SEED, device_name, seconds
@@ -82,12 +81,10 @@ def start_server(name: str, device: str) -> None:
 
     It also builds a version file. That may run what the file's author wrote, so hide from it.
     """
-    hide()
     if name.endswith(".cu"):
         header.of_file(Path(name))  # what is wrong with it is told before torch is imported
         os.environ[ahead.VARIABLE] = f"{device}:{name}"
-    forkserver.set_forkserver_preload(["attention_kernels.judge.server"])
-    forkserver.ensure_running()
+    child.start_server()
     os.environ.pop(ahead.VARIABLE, None)
 
 
@@ -113,7 +110,11 @@ def _show(findings: Findings, printed: _Failures) -> None:
     sanitized = ", sanitized" if findings.sanitized else ""
     is_whole = findings.checks == findings.total
     ran = findings.checks if is_whole else f"{findings.checks} of {findings.total}"
-    counted = f": {ran} checks, seed {findings.seed}" if findings.total else ""
+    counted = (
+        f": {ran} checks, {findings.calls:,} calls in one process, seed {findings.seed}"
+        if findings.total
+        else ""
+    )
     show(f"{findings.name} on {findings.device}{emulated}{counted}{sanitized}")
     stages: dict[str, list[Failure]] = {}
     for failure in findings.failures:
@@ -148,6 +149,10 @@ def _show_scope(findings: Findings) -> None:
 
         share = f"{QUICK_SHARE:.0%} of the planted faults"
         show(f"  quick: the beginning of the suite, in which {share} show")
+    if findings.emulated and findings.has_attention:
+        from attention_kernels.judge.cases import LONGEST_EMULATED
+
+        show(f"  no length above {LONGEST_EMULATED:,}: it was emulated")
     if findings.few_shapes:
         from attention_kernels.judge.cases import COMPILED_RANGES
 

@@ -18,7 +18,7 @@
 //   ATTENTION_EMULATOR_MULTIPROCESSORS  number that the device reports: 8 by default
 //   ATTENTION_EMULATOR_THREADS  OS threads; results do not depend on them (float atomics aside)
 //   ATTENTION_EMULATOR_ORDER    reverse or shuffle:<seed>: the order of blocks and of their threads
-//   ATTENTION_EMULATOR_POISON   hexadecimal word that fills shared memory at first
+//   ATTENTION_EMULATOR_POISON   hexadecimal word that fills shared memory, scratch and outputs
 //   ATTENTION_EMULATOR_TIMEOUT  seconds that a block may take: 60 by default; 0: no limit
 //
 // Limits: inline PTX, clock64() and cooperative groups are compile errors. Threads that wait at

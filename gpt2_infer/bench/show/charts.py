@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-import statistics
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
-import msgspec
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Row
@@ -35,14 +31,11 @@ from gpt2_infer.bench.show.figures import (
     cell_name,
     detail_length,
     group_by,
-    has_shapes,
     how,
     length,
     main_rows,
     new_tokens,
     roofs,
-    shape_of,
-    where,
 )
 
 if TYPE_CHECKING:  # this module imports torch
@@ -84,37 +77,10 @@ def render(file: File, wanted: Container[str] | None = None) -> dict[str, bytes]
 # ---- Lines over the lengths ----------------------------------------------------------------------
 
 
-def generation_time(file: File) -> Figure | None:
-    """Draw generation seconds by the number of tokens: the case study's plot."""
-    if not (group := _over_lengths(file)):
-        return None
-    figure, axes = one_axes(5)
-    axes.set(xlabel="tokens, prompt included", ylabel=f"seconds: {WHISKERS}", yscale="log")
-    _draw_lines(axes, group, lambda _, seconds: seconds)
-    put_title(axes, f"Generation, {cell_name(group[0])}", how(file))
-    return figure
-
-
-def peak_memory(file: File) -> Figure | None:
-    """Draw peak memory by the number of tokens: the case study's open question."""
-    group = [
-        msgspec.structs.replace(peak, extra=row.extra)
-        for row in _over_lengths(file)
-        if row.contender != FREE_ATTENTION and (peak := file.beside(row, "peak memory"))
-    ]
-    if not group:
-        return None
-    figure, axes = one_axes(5)
-    axes.set(xlabel="tokens, prompt included", ylabel="MiB")
-    _draw_lines(axes, group, lambda _, memory: memory / 2**20)
-    facts = f"{where(file)}; one call each"
-    put_title(axes, "Device memory at its peak, weights included", facts)
-    return figure
-
-
 def kernel_time(file: File) -> Figure | None:
     """Draw kernel times and TFLOP/s, with the card's limit, by seqlen."""
-    if not (group := _over_lengths(file)):
+    group = _timed(file)
+    if len({*map(length, group)}) < 2:
         return None
     figure, left, right = two_axes((12, 5))
     left.set(xlabel="seqlen", ylabel=f"microseconds: {WHISKERS}", yscale="log")
@@ -127,29 +93,6 @@ def kernel_time(file: File) -> Figure | None:
         text = f"8192\u00b3 matmul, {dtype}: {limit:.0f}"
         right.annotate(text, (min(map(length, group)), limit), va="bottom", fontsize=8)
     put_title(left, f"Attention alone, {cell_name(group[0])}", how(file))
-    return figure
-
-
-def decode_positions(file: File) -> Figure | None:
-    """Draw each engine's time per step by position."""
-    marked = [row for row in main_rows(file) if row.samples and "marks" in row.extra]
-    group = [row for row in marked if len(row.extra["marks"][0]) > 2]
-    if not group or max(int(row.cell["new_tokens"]) for row in group) < 512:
-        return None
-    figure, axes = one_axes(4.5)
-    step = 64
-    for row in group:
-        moments = [statistics.median(at) for at in zip(*row.extra["marks"], strict=True)]
-        # Leave out the first interval, which includes the prompt, and an incomplete last one.
-        whole = int(row.cell["new_tokens"]) // step
-        times = [1e6 * (b - a) / step for a, b in itertools.pairwise(moments[:whole])]
-        places = [int(row.cell["prompt_tokens"]) + step * (i + 1.5) for i in range(len(times))]
-        label = f"{row.contender}, {row.cell['dtype']}"
-        axes.plot(places, times, marker="o", markersize=3, label=label)
-    axes.set(xlabel="position", ylabel="microseconds per step")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
-    put_title(axes, f"Time of a step by position, {group[0].cell['model']}, batch 1", how(file))
     return figure
 
 
@@ -285,52 +228,6 @@ def roofline(file: File) -> Figure | None:
     return figure
 
 
-def kernel_shapes(file: File) -> Figure | None:
-    """Draw each backend's throughput in each shape, if the file compares shapes."""
-    if not has_shapes(file):
-        return None
-    timed = [row for row in main_rows(file) if row.samples]
-    cells = [*dict.fromkeys(row.kernel for row in main_rows(file))]
-    looks = _looks(timed)
-    height = 0.8 / len(looks)
-    figure, axes = one_axes(1.2 + 0.16 * len(timed))
-    for index, (name, (colour, _)) in enumerate(looks.items()):
-        mine = [row for row in timed if row.contender == name]
-        places = [cells.index(row.kernel) - 0.4 + height * (index + 0.5) for row in mine]
-        speeds = [row.tflops for row in mine]
-        label = f"{name} ({mine[0].extra['precision']})"
-        bars = axes.barh(places, speeds, height, color=colour, label=label)
-        axes.bar_label(bars, [f"{speed:.3g}" for speed in speeds], padding=3, fontsize=6.5)
-    axes.set_yticks(range(len(cells)), [*map(str, cells)], fontsize=8)
-    axes.set_ylim(len(cells) - 0.5, -0.5)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("TFLOP/s")
-    put_title(axes, "Attention alone, by shape", how(file))
-    figure.legend(loc="outside lower left", ncols=2, fontsize=7.5)
-    return figure
-
-
-def shared_load_bars(file: File) -> Figure | None:
-    """Draw each version's shared-memory loads and their bank conflicts."""
-    bars = []
-    for name, mine in group_by(file.rows, lambda row: row.contender).items():
-        counts = {row.metric: row.samples[0] for row in mine if row.samples}
-        if "shared_load_requests" in counts:
-            loads, conflicts = counts["shared_load_requests"], counts["shared_load_conflicts"]
-            change = next(row.extra["change"] for row in mine if row.extra)
-            text = f"{loads:,.0f}" + (f" + {conflicts:,.0f}" if conflicts else "")
-            bars.append(Bar(name, change, loads, text, "#0072B2", rest=conflicts))
-    if len(bars) < 2:
-        return None
-    facts = str(shape_of(file.rows[0]))
-    figure = bar_figure(bars, "", "Shared memory: loads in the source", facts)
-    labels = ("loads of a warp", "bank conflicts on them")
-    for container, label in zip(figure.axes[0].containers, labels, strict=True):
-        container.set_label(label)
-    figure.legend(loc="outside lower right", ncols=2)
-    return figure
-
-
 def decode_bars(file: File) -> Figure | None:
     """Draw each contender's tokens per second and the limit set by the bandwidth.
 
@@ -352,51 +249,6 @@ def decode_bars(file: File) -> Figure | None:
     return bar_figure(bars, xlabel, "Decoding with a cache", how(file)) if len(bars) > 1 else None
 
 
-def decode_energy(file: File) -> Figure | None:
-    """Draw each contender's tokens per joule by its tokens per second, and lines of equal power."""
-    spent = [row for row in file.of("energy") if row.samples]
-    if len(spent) < 2:
-        return None
-    figure, axes = one_axes(5)
-    colours = {name: colour for name, (colour, _) in _looks(spent).items()}
-    by_cell = group_by(spent, lambda row: "{model}, {dtype}, batch {batch}".format(**row.cell))
-    markers = dict(zip(by_cell, itertools.cycle(MARKERS), strict=False))
-    for cell, row in ((cell, row) for cell, rows in by_cell.items() for row in rows):
-        tokens = new_tokens(file, row)
-        speed = tokens * row.extra["calls"] / row.extra["seconds"]
-        colour = colours[row.contender]
-        axes.plot(speed, tokens / row.median, markers[cell], color=colour, markersize=7)
-    axes.set(xscale="log", yscale="log")
-    axes.set(xlabel="tokens per second, in whole calls", ylabel="tokens per joule")
-    axes.margins(0.2)  # room for the labels of the lines
-    _draw_watts(axes)
-    looks = [(name, "s", colour) for name, colour in colours.items()]
-    looks += [(cell, marker, QUIET) for cell, marker in markers.items()]
-    handles = [
-        Line2D([], [], linestyle="", marker=marker, color=colour, label=label)
-        for label, marker, colour in looks
-    ]
-    figure.legend(handles=handles, loc="outside right upper")
-    put_title(axes, "Energy of decoding", where(file))
-    return figure
-
-
-def _draw_watts(axes: Axes) -> None:
-    """Draw lines of equal power behind points (tokens per second, tokens per joule)."""
-    (x, right), (y, top) = axes.get_xlim(), axes.get_ylim()
-    for watts in (50, 100, 200, 400, 800):
-        end = min(right, top * watts)
-        if end / watts > y and end > x:
-            axes.plot((x, end), (x / watts, end / watts), ":", color=QUIET, linewidth=0.8)
-            look = {"ha": "right", "va": "top", "fontsize": 7.5, "color": QUIET}
-            note(axes, f"{watts} W", (end, end / watts), (-10, -2), **look)
-    axes.set(xlim=(x, right), ylim=(y, top))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(PLAIN)
-        axis.set_minor_locator(NullLocator())
-
-
 # ---- All charts ----------------------------------------------------------------------------------
 
 
@@ -404,12 +256,6 @@ def _timed(file: File) -> list[Row]:
     """Return the rows of the first shape that have samples."""
     first = next(iter(group_by(main_rows(file), cell_name).values()))
     return [row for row in first if row.samples]
-
-
-def _over_lengths(file: File) -> list[Row]:
-    """Return the timed rows of the first shape; none if they have a single length."""
-    group = _timed(file)
-    return group if len({*map(length, group)}) > 1 else []
 
 
 def _label(row: Row) -> tuple[str, str]:
@@ -434,13 +280,7 @@ def _looks(group: Sequence[Row]) -> dict[str, tuple[str, str]]:
 
 
 PLOTS: dict[str, dict[str, Callable[[File], Figure | None]]] = {
-    "generation": {"time": generation_time, "bars": median_bars, "memory": peak_memory},
-    "kernel": {
-        "time": kernel_time,
-        "bars": median_bars,
-        "roofline": roofline,
-        "shapes": kernel_shapes,
-    },
-    "inspection": {"bars": shared_load_bars},
-    "decode": {"bars": decode_bars, "energy": decode_energy, "positions": decode_positions},
+    "generation": {"bars": median_bars},
+    "kernel": {"time": kernel_time, "bars": median_bars, "roofline": roofline},
+    "decode": {"bars": decode_bars},
 }

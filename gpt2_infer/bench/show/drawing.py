@@ -85,13 +85,11 @@ class Bar:
     colour: str
     spread: tuple[float, float] | None = None
     """The ends of its whisker."""
-    rest: float = 0.0
-    """The length of a second bar that continues it."""
 
     @property
     def end(self) -> float:
         """Where the text begins."""
-        return self.spread[1] if self.spread else self.value + self.rest
+        return self.spread[1] if self.spread else self.value
 
 
 def bar_figure(bars: Sequence[Bar], xlabel: str, title: str = "", facts: str = "") -> Figure:
@@ -122,5 +120,3 @@ def draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     spreads = [(bar.value - bar.spread[0], bar.spread[1] - bar.value) for bar in bars if bar.spread]
     whiskers = [*zip(*spreads, strict=True)] if spreads else None
     axes.barh(places, values, color=colours, xerr=whiskers, error_kw={"linewidth": 0.8})
-    if any(bar.rest for bar in bars):
-        axes.barh(places, [bar.rest for bar in bars], left=values, color="#D55E00")

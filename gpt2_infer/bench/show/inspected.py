@@ -7,8 +7,7 @@ from typing import Any
 
 from gpt2_infer.bench.record import File, Row
 from gpt2_infer.bench.show import columns
-from gpt2_infer.bench.show.explained import COMPARED
-from gpt2_infer.bench.show.figures import Value, cell_name, length, shape_of, step_us, where
+from gpt2_infer.bench.show.figures import Value, cell_name, length, shape_of, where
 from gpt2_infer.bench.show.pivot import Column, Entry, Getter, Layout
 from gpt2_infer.bench.show.predicted import timings_of
 
@@ -21,16 +20,6 @@ def all_rows(file: File) -> list[Row]:
     return file.rows
 
 
-def _throughput(metric: str, size: int) -> Getter:
-    def value(line: Entry) -> Value:
-        counted, duration = line.value(metric), line.value("duration_us")
-        if counted is None or duration is None:
-            return None
-        return f"{counted * size / duration / 1e3:,.3g}"
-
-    return value
-
-
 LAYOUTS["profile"] = Layout(
     title=lambda name, file, block: (
         f"{shape_of(block[0])}, {where(file)}; one profiled call each ({name})"
@@ -39,15 +28,6 @@ LAYOUTS["profile"] = Layout(
     columns=[
         columns.BACKEND,
         Column("{at}", columns.median, "{:,.4g}", over=lambda row: row.metric.replace("_", " ")),
-        # A wavefront is 128 bytes at most.
-        Column("shared loads, GB/s at most", _throughput("shared_load_wavefronts", 128)),
-        Column(
-            "shared loads by ldmatrix, GB/s at most", _throughput("shared_matrix_wavefronts", 128)
-        ),
-        Column("shared stores, GB/s at most", _throughput("shared_store_wavefronts", 128)),
-        Column("global loads, GB/s", _throughput("global_load_bytes", 1)),
-        Column("asynchronous global loads, GB/s", _throughput("global_async_load_sectors", 32)),
-        Column("global stores, GB/s", _throughput("global_store_bytes", 1)),
     ],
 )
 
@@ -135,36 +115,6 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
 LAYOUTS["prediction"] = predictions()
 
 
-def step_predictions(measured: Sequence[Row] = ()) -> Layout:
-    """Return the layout of the predicted fused step, with the measured times of whole texts."""
-
-    def measured_us(row: Row) -> float | None:
-        found = timings_of(row, measured)
-        return step_us(found[0]) if found else None
-
-    def ratio(row: Row) -> float | None:
-        us = measured_us(row)
-        return row.median / us if us else None
-
-    return Layout(
-        title=lambda name, file, block: f"{file.study['gpu']}; microseconds per step ({name})",
-        rows=all_rows,
-        columns=[
-            *columns.DECODED,
-            Column("kernels", columns.extra("kernels")),
-            Column("predicted", columns.timed(lambda row: row.median), "{:.1f}"),
-            Column("measured", columns.timed(measured_us), "{:.1f}"),
-            Column("ratio", columns.timed(ratio), "{:.2f}"),
-            Column("work", columns.extra("work_us"), "{:.1f}"),
-            Column("launches", columns.extra("launch_us"), "{:.1f}"),
-            Column("reading", columns.extra("reading_us"), "{:.1f}"),
-        ],
-    )
-
-
-LAYOUTS["step-prediction"] = step_predictions()
-
-
 def _of_stalls(value: Callable[[Mapping[str, Any]], Value]) -> Getter:
     """Return a value of a prediction's stalls; blank if they were not recorded."""
     return columns.timed(lambda row: value(row.extra["stalls"]) if "stalls" in row.extra else None)
@@ -202,7 +152,5 @@ LAYOUTS["stalls"] = Layout(
         Column("main reason", _reason(0)),
         Column("second reason", _reason(1)),
         Column("worst line", _of_stalls(_worst_line)),
-        Column("samples", columns.metric("samples"), "{:,.0f}"),
-        *(Column(head, get, form) for head, (get, form) in COMPARED.items()),
     ],
 )

@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
-
 from attention_kernels import ladder
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.record import File, Row
@@ -27,29 +25,6 @@ from gpt2_infer.bench.show.pivot import markdown
 TIMED = {
     "kernel": ("the kernel alone at N={} takes", "{:.1f}"),
     "generation": ("{} tokens take", "{:.3f}"),
-}
-PROFILED = {
-    "shared_load_bank_conflicts": ("{:,.0f}", "bank conflicts on shared loads"),
-    "shared_load_wavefronts": ("{:,.0f}", "wavefronts of shared loads"),
-    "registers_per_thread": ("{:.0f}", "registers"),
-    "warps_active_percent": ("{:.0f} %", "of the warps that a GPU can hold are active"),
-    "issue_active_percent": ("{:.0f} %", "of the issue slots are used"),
-}
-INSPECTED = {
-    "registers": "registers",
-    "spill_bytes": "bytes spilled",
-    "shared_bytes": "bytes of shared memory",
-    "warps": "resident warps",
-    "shared_load_requests": "shared loads",
-    "shared_load_conflicts": "bank conflicts on shared loads",
-    "shared_store_requests": "shared stores",
-    "shared_store_conflicts": "bank conflicts on shared stores",
-    "global_load_sectors": "sectors loaded",
-    "global_store_sectors": "sectors stored",
-    "tma_load_requests": "loads by TMA",
-    "tma_load_sectors": "sectors loaded by TMA",
-    "wgmma_requests": "products of warpgroups",
-    "wgmma_wavefronts": "wavefronts of their operands",
 }
 
 
@@ -76,35 +51,12 @@ def chapter(family: str, name: str) -> dict[str, VersionHeader]:
     }
 
 
-def of_chapter(file: File, name: str) -> File:
-    """Return a file without the float32 ladder's versions of other chapters."""
-    others = ladder.versions("fp32").keys() - chapter("fp32", name)
-    rows = [row for row in file.rows if row.contender not in others]
-    return msgspec.structs.replace(file, rows=rows)
-
-
-def versions_table(family: str) -> str:
-    """Return a table of a ladder's versions: the change, the tile and the supported inputs.
-
-    If all support the same inputs, a sentence says so once.
-    """
-    rows = []
-    for name, version in ladder.versions(family).items():
-        flags = f" (`{' '.join(version.flags)}`)" if version.flags else ""
-        head_dims = ", ".join(map(str, version.head_dims))
-        takes = f"{', '.join(version.dtypes)}, head_dim {head_dims}"
-        rows.append([f"`{name}`", _prose(version.title) + flags, _prose(version.tile), takes])
-    head = ["backend", "change", "tile", "takes"]
-    if len({takes for *_, takes in rows}) > 1:
-        return markdown(head, rows)
-    return f"{markdown(head[:-1], [row[:-1] for row in rows])}\nEach takes {rows[0][-1]}.\n"
-
-
-def overview(family: str, kernels: Sequence[File], generation: File) -> str:
+def overview(family: str, kernels: Sequence[File], generation: File, shown: str = "") -> str:
     """Return a table of a ladder's versions: change, kernel times and end-to-end time.
 
     The kernel's times are those in the shape of the first of the kernel files, each from the first
-    file that has it. The share of its roof is the one at the longest length.
+    file that has it. The share of its roof is the one at the longest length. shown: a regular
+    expression that the names of the shown versions contain.
     """
     rows = main_rows(kernels[0])
     lengths = (detail_length(rows), max(map(length, rows)))
@@ -127,6 +79,7 @@ def overview(family: str, kernels: Sequence[File], generation: File) -> str:
     table = [
         [f"`{name}`", _prose(version.title), *figures(name)]
         for name, version in ladder.versions(family).items()
+        if re.search(shown, name)
     ]
     alone = (f"alone, N={lengths[0]}, us", f"N={lengths[1]}, us")
     seconds = f"{detail_length(main_rows(generation))} tokens, s"
@@ -144,23 +97,20 @@ def sections(family: str, measured: Sequence[File], part: str = "") -> str:
     for name, version in chapter(family, part).items():
         before = predecessors[name]
         change = _prose(version.change)
-        texts += [
-            f"#### `{name}`: {_capital(_prose(version.title))}",
-            f"From `{before}`: {change}" if version.start else _capital(change),
-        ]
         facts: list[str] = []
-        for kind, files in group_by(measured, lambda file: file.study["kind"]).items():
+        for files in group_by(measured, lambda file: file.study["kind"]).values():
             # The first file with the version, but better one with its predecessor as well.
             files.sort(key=lambda file: not _has(file, name, before))
-            found = (_FACTS[kind](file, name, before) for file in files)
+            found = (_times(file, name, before) for file in files)
             facts += next(filter(None, found), [])
-        points = [
-            f"- *Why:* {_prose(version.why)}",
-            f"- *Cost:* {_prose(version.cost)}",
-            f"- *Expected:* {_prose(version.expect)}",
-        ]
-        points += [f"- **Measured:** {'; '.join(facts)}."] if facts else []
-        texts.append("\n".join(points))
+        texts.append(
+            f"#### `{name}`: {_capital(_prose(version.title))}\n"
+            + (f"From `{before}`: {change}" if version.start else _capital(change))
+            + f" *Why:* {_prose(version.why)} *Cost:* {_prose(version.cost)}"
+            + f" *Expected:* {_prose(version.expect)}"
+            + f" *Tile:* {_prose(version.tile)}."
+            + (f" **Measured:** {'; '.join(facts)}." if facts else "")
+        )
     return "\n\n".join(texts) + "\n"
 
 
@@ -211,40 +161,3 @@ def _times(file: File, name: str, before: str | None) -> list[str]:
         return [text]
     part = "within the spread" if math.isnan(share) else f"{share:.0%} of that"
     return [text, f"attention is {part}"]
-
-
-def _counts(file: File, name: str | None) -> dict[str, float]:
-    mine = (row for row in file.rows if row.contender == name and row.samples)
-    return {row.metric: row.samples[0] for row in mine}
-
-
-def _profiled(file: File, name: str, before: str | None) -> list[str]:
-    now, then = _counts(file, name), _counts(file, before)
-    return [
-        f"{form.format(now[metric])} {words}"
-        + (f" (`{before}`: {form.format(then[metric])})" if metric in then else "")
-        for metric, (form, words) in PROFILED.items()
-        if metric in now
-    ]
-
-
-def _inspected(file: File, name: str, before: str | None) -> list[str]:
-    """Return all figures of the first version, and of a later one those that changed."""
-    now, then = _counts(file, name), _counts(file, before)
-    if not INSPECTED.keys() & now.keys():
-        return []
-    figures = [
-        f"{words} {now[metric]:,.0f}" + (f" after {then[metric]:,.0f}" if metric in then else "")
-        for metric, words in INSPECTED.items()
-        if metric in now and now[metric] != then.get(metric)
-    ]
-    what = f"by inspection at N={length(file.rows[0])}"
-    return [f"{what}, {', '.join(figures) or f'nothing differs from `{before}`'}"]
-
-
-_FACTS: dict[str, Callable[[File, str, str | None], list[str]]] = {
-    "kernel": _times,
-    "generation": _times,
-    "profile": _profiled,
-    "inspection": _inspected,
-}

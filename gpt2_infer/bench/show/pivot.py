@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from tabulate import tabulate
 
-from gpt2_infer.bench.record import File, Row
+from gpt2_infer.bench.record import File, ResultsError, Row
 from gpt2_infer.bench.show.figures import (
     TIE,
     WITHIN_SPREAD,
@@ -21,6 +21,10 @@ from gpt2_infer.bench.show.figures import (
     main_rows,
 )
 
+PAGE = (12, 7)
+"""The most rows and columns of a table in a document."""
+ALIKE = ("model", "dtype", "batch", "precision")
+"""Columns that become a part of the title if they have the same value in all lines."""
 _NUMBER = re.compile(r"[\d~]|failed|refused|emulated")
 
 
@@ -39,11 +43,33 @@ class Table:
         """Whether some figure is omitted because it is within the spread."""
         return any(WITHIN_SPREAD in row for row in self.rows)
 
+    def chosen(self, rows: str, columns: str) -> Table:
+        """Return the part of the table for a page, at most PAGE.
+
+        rows and columns: regular expressions, searched for in a line's text and in a heading.
+        Raises ResultsError if what they choose is larger.
+        """
+        places = [place for place, head in enumerate(self.head) if re.search(columns, head)]
+        lines = [
+            tuple(line[place] for place in places)
+            for line in self.rows
+            if re.search(rows, " ".join(line))
+        ]
+        if len(lines) > PAGE[0] or len(places) > PAGE[1]:
+            size = f"{len(lines)} x {len(places)}, more than {PAGE[0]} x {PAGE[1]}"
+            raise ResultsError(f"{self.title}: {size}; choose rows and columns")
+        left_out = len(self.rows) - len(lines)
+        title = f"{self.title}; the file has {left_out} more rows" if left_out else self.title
+        notes = {name: note for name, note in self.notes.items() if re.search(rows, f"`{name}`")}
+        return Table(title, [self.head[place] for place in places], lines, notes)
+
     def __str__(self) -> str:
         text = f"{self.title}:\n\n{markdown(self.head, self.rows)}"
         if self.has_ties:
             text += f"\n`{WITHIN_SPREAD}`: {TIE}.\n"
-        return text + "".join(f"\n`{name}`: {note}\n" for name, note in self.notes.items())
+        for note, names in group_by(self.notes, lambda name: self.notes[name]).items():
+            text += f"\n{', '.join(f'`{name}`' for name in names)}: {note}\n"
+        return text
 
 
 @dataclass(frozen=True)
@@ -111,7 +137,7 @@ class Layout:
 
 
 def pivot(name: str, file: File, layout: Layout) -> list[Table]:
-    """Return the tables of a file, without columns that are entirely blank."""
+    """Return the tables of a file, without blank columns, and with ALIKE ones as text."""
     found = []
     for block in group_by(layout.rows(file), layout.block).values():
         at = layout.at(block) if layout.at else None
@@ -129,7 +155,9 @@ def pivot(name: str, file: File, layout: Layout) -> list[Table]:
                 texts = [figure(cell, column.form) for cell in cells]
                 if any(texts):
                     columns[head] = texts
-        title = layout.title(name, file, block)
+        alike = [head for head in ALIKE if len({*columns.get(head, ())}) == 1 < len(lines)]
+        told = [f"{head} {columns.pop(head)[0]}" for head in alike]
+        title = "; ".join([layout.title(name, file, block), *filter(None, [", ".join(told)])])
         rows = [*zip(*columns.values(), strict=True)]
         notes = {row.contender: f"{row.status}: {row.reason}" for row in block if not row.samples}
         notes |= {row.contender: note for row in block if (note := layout.remark(row))}

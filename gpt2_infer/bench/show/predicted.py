@@ -20,21 +20,24 @@ def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
     ]
 
 
-def accuracy(file: File, timed: Sequence[Row]) -> str:
-    """Summarize how far predictions are from measurements."""
-    ratios = {
+SUMMARY = ("cells", "mean error", "median", "off by over 30 %", "the worst, ratio")
+"""The headings of summary()."""
+
+
+def errors(file: File, timed: Sequence[Row]) -> dict[tuple[str, int], float]:
+    """Return predicted over measured time, by backend and length."""
+    return {
         (row.contender, length(row)): row.median / found[0].median
         for row in file.rows
         if row.samples and (found := timings_of(row, timed))
     }
-    if not ratios:
-        return "None of it has been measured yet."
-    errors = {key: abs(ratio - 1) for key, ratio in ratios.items()}
-    name, seqlen = worst = max(errors, key=lambda key: errors[key])
-    far = sum(error > 0.3 for error in errors.values())
-    mean, median = statistics.mean(errors.values()), statistics.median(errors.values())
-    return (
-        f"The mean error of the {len(ratios)} cells that were measured is {mean:.1%}, the median "
-        f"{median:.1%}; {far or 'none'} {'is' if far < 2 else 'are'} off by more than 30 %. The "
-        f"worst is `{name}` at N={seqlen}: {ratios[worst]:.2f} times the measured time."
-    )
+
+
+def summary(ratios: dict[tuple[str, int], float]) -> list[str]:
+    """Summarize how far predictions are from measurements."""
+    off = {key: abs(ratio - 1) for key, ratio in ratios.items()}
+    name, seqlen = worst = max(off, key=lambda key: off[key])
+    mean, median = statistics.mean(off.values()), statistics.median(off.values())
+    far = sum(error > 0.3 for error in off.values())
+    where = f"`{name}`, N={seqlen}: {ratios[worst]:.2f}"
+    return [f"{len(off)}", f"{mean:.1%}", f"{median:.1%}", f"{far}", where]

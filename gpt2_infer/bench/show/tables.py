@@ -76,8 +76,8 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
     cell, timed = block[0].kernel, [row for row in block if row.samples]
     chosen = detail_length(block)
     title = (
-        f"{cell.shape}, {how(file)} ({name}). TFLOP/s, GB/s (q, k, v and o once) and the largest "
-        f"error against float64 are at N={chosen}"
+        f"{cell.shape}, {how(file)} ({name}). TFLOP/s and the largest error against float64 are at "
+        f"N={chosen}"
     )
     checks = [row.check for row in block if row.check and length(row) == chosen]
     # Quote plain PyTorch's error if it has no row; in float64 that is float32's error, scaled.
@@ -86,10 +86,6 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
         title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
     if len({*map(length, block)}) > 1 and all(map(within_budget, timed)):
         title += "; every timed backend was within its error budget at every N"
-    limits = file.provenance.limits
-    if tflops := limits.get(f"matmul_{cell.dtype}_tflops"):
-        title += f"; in this run an 8192^3 matmul reached {tflops:.0f} TFLOP/s and a copy "
-        title += f"{limits['copy_gbps']:.0f} GB/s"
     return title
 
 
@@ -110,12 +106,8 @@ LAYOUTS["kernel"] = Layout(
         *_TIMES,
         Column("TFLOP/s", columns.timed(lambda row: row.tflops), "{:.3g}"),
         Column("of its roof, longest N", _roof_share, "{:.0%}"),
-        Column(
-            "GB/s", columns.timed(lambda row: row.kernel.min_bytes / row.median / 1e3), "{:.3g}"
-        ),
         Column("error", _error("error"), "{:.1e}"),
         Column("relative error", _relative_error, "{:.1%}"),
-        Column("workspace, KiB", columns.beside("workspace", 1024), "{:.0f}"),
     ],
 )
 
@@ -204,7 +196,7 @@ LAYOUTS["generation"] = Layout(
 )
 
 
-# ---- Decoding, batches, builds -------------------------------------------------------------------
+# ---- Decoding, batches, wheels -------------------------------------------------------------------
 
 
 def _is_recompute(row: Row) -> bool:
@@ -267,7 +259,6 @@ LAYOUTS["decode"] = Layout(
         Column("vs transformers", _call_ratio),
         columns.ENERGY,
         Column("us per step", columns.of(steps_of, lambda row, _: step_us(row)), "{:.0f}"),
-        Column("weights, GB/s", columns.timed(_weights_gbps), "{:,.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
     ],
@@ -311,7 +302,6 @@ LAYOUTS["batch"] = Layout(
         columns.DTYPE,
         columns.CONTENDER,
         Column("prompts", columns.extra("prompts"), "{:,}"),
-        Column("mean length", columns.extra("mean_length"), "{:.0f}"),
         Column("seconds", columns.first(lambda row: with_spread(row, "{:.2f}"))),
         columns.RATE,
         columns.CALL_RATE,
@@ -329,19 +319,6 @@ LAYOUTS["probe"] = Layout(
     ],
 )
 
-LAYOUTS["build"] = Layout(
-    title=lambda name, file, block: (
-        f"{block[0].extra['versions']} versions on {file.study['jobs']} cores ({name})"
-    ),
-    columns=[
-        Column("compiler", columns.first(lambda row: row.contender)),
-        Column("seconds", columns.timed(lambda row: row.median), "{:.1f}"),
-        Column(
-            "min .. max", columns.timed(lambda row: f"{row.spread[0]:.1f} .. {row.spread[1]:.1f}")
-        ),
-    ],
-)
-
 
 def _mib(name: str) -> Getter:
     return columns.first(lambda row: row.extra[name] / 2**20)
@@ -355,7 +332,6 @@ LAYOUTS["install"] = Layout(
         Column("wheel", columns.first(lambda row: f"`{row.contender}`")),
         Column("MiB", _mib("bytes"), "{:.1f}"),
         Column("kernels, MiB", _mib("kernels_bytes"), "{:.1f}"),
-        Column("demo model, MiB", _mib("model_bytes"), "{:.1f}"),
         Column(
             "compilers",
             columns.timed(lambda row: "nvcc, g++" if row.extra["has_compilers"] else "none"),
@@ -367,7 +343,7 @@ LAYOUTS["install"] = Layout(
 )
 
 
-# ---- Perplexity, published figures, tests --------------------------------------------------------
+# ---- Perplexity, published figures ---------------------------------------------------------------
 
 
 def _standard_errors(line: Entry) -> Value:
@@ -404,20 +380,5 @@ LAYOUTS["published"] = Layout(
             columns.timed(lambda row: f"{row.median:.1f} {row.unit}"),
             over=lambda row: row.cell["card"],
         ),
-    ],
-)
-
-LAYOUTS["tests"] = Layout(
-    title=lambda name, file, _: (
-        "{passed} passed, {failed} failed, {skipped} skipped in {seconds:.0f} s".format(
-            **file.study
-        )
-        + f"; {where(file)} ({name}). The slowest tests, and all that failed"
-    ),
-    rows=inspected.all_rows,
-    columns=[
-        Column("test", columns.BACKEND.value),
-        Column("seconds", columns.timed(lambda row: row.median), "{:.1f}"),
-        Column("outcome", columns.first(lambda row: row.status)),
     ],
 )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, get_backend
-from attention_kernels.contract import Kernels
+from attention_kernels.contract import Kernels, per_query_head
 from attention_kernels.judge.reference import naive_attention
 
 
@@ -224,7 +224,7 @@ def is_wrong_for_a_remainder_of_48(q, k, v, scale, causal):
     return o * 1.001 if q.shape[1] % 48 == 1 and q.shape[1] > 1 else o
 
 
-@attention("seqlen 1[0-9]{3}|seqlen 2", wrong=lambda c: c.seqlen > 1024, slow=True)
+@attention("seqlen [1-4][0-9]{3}", wrong=lambda c: c.seqlen > 1024, slow=True)
 def is_wrong_above_1024(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     o[:, 1024:] += 1e-3
@@ -305,7 +305,34 @@ def reads_past_the_rows(q, k, v, scale, causal):
     return right(q, k, v, scale, causal) + 0 * past[0]
 
 
+@attention("layout")
+def takes_v_to_lie_behind_k(q, k, v, scale, causal):
+    _, _, heads, dim = k.shape
+    if k.stride(1) == 3 * heads * dim:
+        v = k.as_strided(v.shape, k.stride(), k.storage_offset() + heads * dim)
+    return right(q, k, v, scale, causal)
+
+
+@attention("one (head|row).* layout")
+def is_wrong_for_a_stride_of_0(q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return (
+        o * 1.001 if any(s == 0 and n > 1 for n, s in zip(k.shape, k.stride(), strict=True)) else o
+    )
+
+
+@attention("k is q layout")
+def takes_q_and_k_to_be_two_tensors(q, k, v, scale, causal):
+    return right(q, k, v, scale, causal) * (1 if q.data_ptr() != k.data_ptr() else 1.001)
+
+
 # Shapes and scales
+
+
+@attention(r"[48] queries", supports_gqa=True)
+def is_wrong_for_four_and_eight_queries_per_key_head(q, k, v, scale, causal):
+    o = right(q, *per_query_head(q, k, v), scale, causal)
+    return o * 1.001 if q.shape[2] // k.shape[2] in (4, 8) else o
 
 
 @attention("softmax_scale")
@@ -313,7 +340,7 @@ def ignores_the_scale(q, k, v, scale, causal):
     return right(q, k, v, None, causal)
 
 
-@attention("softmax_scale [13].0")
+@attention(r"softmax_scale ([1-9]|0\.[5-9])")
 def clamps_the_scale(q, k, v, scale, causal):
     return right(q, k, v, min(scale, 0.5), causal)
 
@@ -332,12 +359,12 @@ def takes_a_scale_of_zero_for_none(q, k, v, scale, causal):
     return right(q, k, v, scale or None, causal)
 
 
-@attention("softmax_scale -0.5")
+@attention("softmax_scale -")
 def takes_the_scale_to_be_positive(q, k, v, scale, causal):
     return right(q, k, v, abs(scale), causal)
 
 
-@attention("(48|64) heads")
+@attention(r"(3[3-9]|[4-6]\d) heads")
 def is_wrong_above_32_heads(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     return upside_down(o) if q.shape[2] > 32 else o
@@ -376,6 +403,12 @@ def refuses_two_lengths_and_is_wrong_at_others(q, k, v, scale, causal):
 
 
 # Numbers
+
+
+@attention(r"scale (0\.[2-8]|[2-6])", missed=1e-6)
+def is_wrong_between_the_usual_scales(q, k, v, scale, causal):
+    size = q.std() if q.numel() > 99 else 1
+    return right(q, k, v, scale, causal) * (1.001 if 0.3 < size < 0.7 or 2 < size < 6 else 1)
 
 
 @attention("error")
@@ -444,7 +477,7 @@ def sees_the_last_64_keys_only(q, k, v, scale, causal):
     return weighted(q, k, v, scale, causal, lambda x: x.exp().triu(-63) if causal else x.exp())
 
 
-@attention("scale 0.02")
+@attention(r"scale 0\.0\d")
 def takes_small_scores_to_be_equal(q, k, v, scale, causal):
     return right(q * 0 if q.abs().max() < 0.2 else q, k, v, scale, causal)
 

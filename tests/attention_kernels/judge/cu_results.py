@@ -102,6 +102,19 @@ CHEATS = [
         changes={ROW_LOOP: f"  if (blockIdx.x % num_heads > 0) return;\n{ROW_LOOP}"},
     ),
     Cheat(
+        "divides_by_a_reciprocal",  # 1 / 41 * 41 is less than 1
+        r"(41|47|55|61) heads.*" + ERROR,
+        on="both",
+        changes={
+            "blockIdx.x / num_heads * strides.batch": "b * strides.batch",
+            "blockIdx.x % num_heads * strides.head": "(blockIdx.x - b * num_heads) * strides.head",
+            "  return static_cast<float*>(const_cast<void*>(x))": (
+                "  const int b = int(blockIdx.x * (1.0f / num_heads));\n"
+                "  return static_cast<float*>(const_cast<void*>(x))"
+            ),
+        },
+    ),
+    Cheat(
         "knows_the_first_of_a_batch",
         r"batch ([2-9]|\d\d).*" + ERROR,
         changes={"blockIdx.x / num_heads * strides.batch": "0 * strides.batch"},
@@ -204,6 +217,27 @@ CHEATS = [
             ROW_LOOP: "  float* g_sum = params.scratch + blockIdx.x * seqlen\n"
             f"    + min(row, seqlen - 1);\n{ROW_LOOP}",
             OUTPUT: f"  row_sum += *g_sum;\n{OUTPUT}  if (row < seqlen) *g_sum = row_sum;\n",
+        },
+    ),
+    Cheat(
+        "takes_scratch_to_hold_a_small_maximum",  # fmaxf() drops a NaN
+        ERROR + "|two runs|change earlier rows",
+        on="both",
+        changes={
+            "{ return 0; }": "{ return int64_t{1} * params.batch * params.num_heads "
+            "* params.seqlen; }",
+            ROW_LOOP: "  float* g_max = params.scratch + blockIdx.x * seqlen\n"
+            f"    + min(row, seqlen - 1);\n  row_max = fmaxf(row_max, *g_max);\n{ROW_LOOP}",
+            OUTPUT: f"{OUTPUT}  if (row < seqlen) *g_max = row_max;\n",
+        },
+    ),
+    Cheat(
+        "takes_shared_memory_to_hold_a_small_maximum",
+        ERROR + "|two runs|change earlier rows",
+        on="both",
+        changes={
+            Q_ROW: f"  __shared__ float s_max[kBlock];\n{Q_ROW}",
+            ROW_LOOP: f"  row_max = fmaxf(row_max, s_max[threadIdx.x]);\n{ROW_LOOP}",
         },
     ),
     Cheat(

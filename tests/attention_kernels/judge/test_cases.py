@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
-from attention_kernels.judge import cases, order
+from attention_kernels.judge import cases
 from attention_kernels.judge.conformance import QUICK_SHARE
 from attention_kernels.judge.inputs import Case, DecodeCase
 from tests.attention_kernels.judge.faults import cases_of, met_by
@@ -46,41 +44,49 @@ def test_every_kind_of_head_dim_is_tried(kind):
     assert [name for name, is_met in WIDE_FAULTS.items() if not any(map(is_met, found))] == []
 
 
-@pytest.mark.parametrize("kind", [Case, DecodeCase])
-def test_a_backend_that_is_compiled_for_each_shape_gets_few_shapes(kind):
+@pytest.mark.parametrize("op", ["attention", "decode"])
+def test_a_backend_that_is_compiled_for_each_shape_gets_few_shapes(op):
     """Each dtype has one per range of lengths, with every head_dim and all other values."""
     dtypes = torch.float32, torch.float16
     dims = (32, 64, 128)
-    found = (
-        cases.attention_cases(dims, dtypes, 0, is_emulated=False)
-        if kind is Case
-        else [*cases.decode_cases(dims, dtypes, 0)]
-    )
-    few = order.with_few_shapes(found)
-    names = order.SHAPES[kind]
+    found = cases.ordered_cases(op, dims, dtypes, 0)
+    few = [case for case, _ in cases.with_few_shapes(found)]
+    names = cases.SHAPES[type(few[0])]
     for dtype in dtypes:
         shapes = {tuple(getattr(c, name) for name in names) for c in few if c.dtype == dtype}
         assert len(shapes) == len({c.seqlen for c in few if c.dtype == dtype}) <= 4
-        for name in {f.name for f in dataclasses.fields(kind)} - {*names}:
-            values = {getattr(case, name) for case in found if case.dtype == dtype}
+        for name in ("layout", "kind", "scale", "softmax_scale"):
+            values = {getattr(case, name) for case, _ in found if case.dtype == dtype}
             assert {getattr(case, name) for case in few if case.dtype == dtype} == values, name
         assert {case.head_dim for case in few if case.dtype == dtype} == {*dims}
     assert len(few) == len({*few})
 
 
-@pytest.mark.parametrize("draw", [cases.attention_cases, cases.decode_cases])
-def test_every_value_is_tried_with_every_group_if_a_backend_declares_it(draw):
-    arguments = (32, 64), (torch.float32, torch.float16), 0
+@pytest.mark.parametrize("op", ["attention", "decode"])
+def test_every_value_is_tried_with_every_group_if_a_backend_declares_it(op):
+    arguments = op, (32, 64), (torch.float32, torch.float16), 0
     plain, found = (
-        [*draw(*arguments, is_emulated=True, has_groups=has_groups)] for has_groups in (False, True)
+        [case for case, _ in cases.ordered_cases(*arguments, has_groups=has_groups)]
+        for has_groups in (False, True)
     )
     assert {case.group for case in plain} == {1}
-    assert [case for case in found if case.group == 1] == plain
-    for name in ("head_dim", "layout", "dtype"):
-        wanted = {(getattr(case, name), group) for case in plain for group in cases.GROUPS}
-        assert wanted == {(getattr(c, name), c.group) for c in found if c.group > 1}
-    for group in cases.GROUPS:
-        assert {1} < {case.num_heads for case in found if case.group == group}
+    assert {case.group for case in found} >= {1, 2, 3, 4, 5, 7, 8, 12, 16}
+    for group in ([2], [3, 5, 7], [4, 8, 12, 16]):
+        of_group = [case for case in found if case.group in group]
+        assert len({(case.head_dim, case.dtype) for case in of_group}) == 4
+        assert {1} < {case.num_heads for case in of_group}
+        assert len({case.layout for case in of_group}) >= len(cases.LAYOUTS)
+
+
+@pytest.mark.parametrize("op", ["attention", "decode"])
+def test_addresses_off_16_bytes_are_for_backends_that_may_take_them(op):
+    """The op of a version file refuses them all."""
+    for is_aligned in (True, False):
+        found = cases.ordered_cases(op, (32,), [torch.float32], 0, is_aligned=is_aligned)
+        inputs = [case.inputs("cpu") for case, _ in found if case.layout == "unaligned"]
+        assert bool(inputs) is not is_aligned
+        for _, k, v, *_ in inputs:
+            assert all(4 * x.stride(2) % 16 for x in (k, v))
 
 
 def test_what_is_emulated_stays_affordable():

@@ -199,7 +199,9 @@ def test_a_backend_that_takes_nothing_has_not_passed():
 
     report = verify(spec_of(refuse), "cpu", seed=0)
     assert not report.passed
-    assert len(report.refusals) == 2  # of two lengths
+    kinds = [re.sub(r"\d+", "#", text.partition(",")[0]) for text in report.refusals]
+    # Two checks of leaks, cases of two lengths, repeated calls, and calls with 1, 2 and 5 threads.
+    assert kinds == [*["seqlen #"] * 4, "# calls: no", "# thread", *["# threads"] * 2]
     assert report.failures == []
     with pytest.raises(UnavailableBackendError):
         verify(spec_of(refuse, device_types=("cuda",)), "cpu", seed=0)

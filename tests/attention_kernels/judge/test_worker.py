@@ -135,6 +135,32 @@ def test_a_worker_does_not_run_the_script_that_starts_it(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_server_of_workers_imports_nothing_of_the_current_folder(tmp_path):
+    folder, script = tmp_path / "folder", tmp_path / "script.py"
+    folder.mkdir()
+    for module in ("http", "multiprocessing"):  # imported by torch, and before anything else
+        (folder / f"{module}.py").write_text("open('imported', 'w')\nraise SystemExit(9)\n")
+    script.write_text(VERIFIES.replace('strange"', 'NUMPY_BASIC", "--quick"'))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not (folder / "imported").exists()
+    assert "12 checks" in done.stdout, done.stderr
+
+
+def test_a_kernel_is_not_told_that_it_is_verified(strange, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpt2-infer", "verify", "strange"])
+    strange(calls="raise RuntimeError(f'{sys.argv}')")
+    report = verify("strange", "cpu", max_failures=1)
+    assert "RuntimeError: ['']" in report.failures[0].why
+
+
+@pytest.mark.slow
 def test_a_backend_of_this_process_alone_is_verified_in_it(clean_registry):
     def wrong(q, k, v, softmax_scale, is_causal):
         return naive_attention(q, k, v, softmax_scale, is_causal) + 1

@@ -21,7 +21,7 @@ from gpt2_infer.bench.record import (
     schema,
 )
 from gpt2_infer.files import check_writable
-from tests.gpt2_infer.bench.common import generation, inspection, kernels, profile, provenance
+from tests.gpt2_infer.bench.common import generation, inspection, kernels, profile
 
 RESULTS = Path(__file__).parents[3] / "results"
 
@@ -85,7 +85,7 @@ def test_an_invalid_file_is_one_line(apply, words, tmp_path):
 def test_a_truncated_file_is_one_line(text, tmp_path):
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(ResultsError, match=r"r.json is truncated or not JSON: "):
-        newest(tmp_path)
+        read(tmp_path / "r.json")
     with pytest.raises(ResultsError, match=r"none.json cannot be read: No such file"):
         read(tmp_path / "none.json")
 
@@ -121,12 +121,14 @@ def test_an_unusable_output_is_refused_before_the_run(tmp_path):
 
 
 def test_the_newest_results_of_a_task_are_used(tmp_path):
-    for name, date in (("a", "2026-01-02"), ("b", "2026-01-03"), ("c", "2026-01-01")):
-        kernels(provenance=provenance(date=date)).write(tmp_path / f"{name}.json")
-    found = newest(tmp_path)
-    assert {task: path.name for task, (path, _) in found.items()} == {"kernel-test": "b.json"}
-    with pytest.raises(ResultsError, match="there is no folder"):
-        newest(tmp_path / "none")
+    for name in ("01-02_h200_a", "01-03_h200_a", "01-04_h100_a", "01-05_h200_b-a", "01-01_cpu_c"):
+        (tmp_path / f"2026-{name}.json").touch()
+    found = [newest(tmp_path, *words).name for words in (("a",), ("a", "h100"), ("c",))]
+    assert found == [
+        f"2026-{name}.json" for name in ("01-03_h200_a", "01-04_h100_a", "01-01_cpu_c")
+    ]
+    with pytest.raises(ResultsError, match="has no results of c on h100"):
+        newest(tmp_path, "c", "h100")
 
 
 def test_the_committed_results_are_valid():
@@ -162,7 +164,7 @@ def test_readers_of_results_import_neither_torch_nor_the_model():
         "tables.render('f', record.read(__import__('pathlib').Path(sys.argv[1]))); "
         "print({'torch', 'transformers', 'gpt2_infer.model'} & {*sys.modules})"
     )
-    file = min(RESULTS.glob("*generation-batch.json"))
+    file = min(RESULTS.glob("*generation-fp32.json"))
     done = subprocess.run(
         [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
     )

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import gzip
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -19,10 +16,8 @@ from attention_kernels.inspection.explain import (
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.show import tables
 from gpt2_infer.bench.stalls import StallsByLine, explain_backend, recorded, what_ifs
-from gpt2_infer.bench.study import Contender, StallStudy
-from gpt2_infer.errors import RequestError
+from gpt2_infer.bench.study import StallStudy
 from tests.gpt2_infer.bench.common import file_of, stalls
-from tests.gpt2_infer.cli import test_lines
 from tests.gpt2_infer.cli.test_predict import FOUND
 
 NAME = "CUSTOM_CUDA_VERSION_12"
@@ -63,12 +58,6 @@ def version():
     return ladder.versions()[NAME]
 
 
-def contender(**settings: str) -> Contender:
-    subject = StallsByLine(StallStudy(backends=[NAME], **settings))
-    (found,) = subject.contenders(subject.cells[0])
-    return found
-
-
 def test_an_explanation_is_recorded_with_its_largest_parts(monkeypatch, version):
     monkeypatch.setattr(explain, "explain", lambda *_: EXPLAINED)
     row, _ = explain_backend(NAME, version, KernelCell(1024), gpu="h200")
@@ -103,30 +92,7 @@ def test_the_table_of_stalls_names_the_worst_line():
     assert table.rows == [(f"`{NAME}`", "100", "80", *reasons)]
 
 
-def test_a_report_gives_the_agreement_and_the_worst_lines(monkeypatch, tmp_path):
-    monkeypatch.setattr(explain, "explain", lambda *_: test_lines.EXPLAINED)
-    path = tmp_path / "report.csv.gz"
-    path.write_bytes(gzip.compress(test_lines.REPORT.encode()))
-    found = contender(report=str(path))
-    figures = {row.metric: row.samples[0] for row in found.beside}
-    assert (figures["worst found"], figures["worst"], figures["samples"]) == (2, 2, 2000)
-    lines = found.beside[0].extra["lines"]
-    assert [(line["line"], line["measured"], line["predicted"]) for line in lines][:2] == [
-        (158, 0.75, 0.41),
-        (3, 0.25, 0.01),
-    ]
-
-
-def test_each_backend_is_explained_in_its_own_dtype():
-    study = StallStudy(backends=[NAME, "HOPPER_VERSION_5", "TRITON_FLASH_ATTENTION"])
-    subject = StallsByLine(study)
-    assert [cell.dtype for cell in subject.cells] == ["float32", "float16"]
-    assert [*subject.dtypes.values()] == ["float32", "float16", "float32"]
-
-
-def test_only_backends_with_a_predictor_and_reports_can_be_explained(tmp_path: Path):
-    with pytest.raises(RequestError, match="NAIVE_PYTORCH has no version file"):
-        StallsByLine(StallStudy(backends=["NAIVE_PYTORCH"]))
-    (tmp_path / "x.csv").write_text("a,b\n")
-    with pytest.raises(RequestError, match=r"x\.csv is not the CSV that `ncu"):
-        contender(report=str(tmp_path / "x.csv"))
+def test_each_version_is_explained_in_its_own_dtype():
+    subject = StallsByLine(StallStudy(family="fa1"))
+    assert [cell.dtype for cell in subject.cells] == ["float16", "float64"]
+    assert subject.dtypes["FLASH_ATTENTION_1_FP64"] == "float64"

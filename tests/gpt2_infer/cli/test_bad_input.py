@@ -50,7 +50,6 @@ REFUSED = [  # without a command, options of generate
     ("kernels --family fp16", "no ladder named fp16, only fp32, "),
     ("kernels TMP/v01_none.cu", "there is no file TMP/v01_none.cu"),
     ("kernels TMP/v01_folder.cu", "TMP/v01_folder.cu"),
-    ("kernels 'TMP/my kernel.cu'", "mv 'TMP/my kernel.cu' TMP/v01_my_kernel.cu\n"),
     ("compare --out TMP/r.json --seqlens 8", "--seqlens is not for --task generation"),
     (f"{KERNEL} --model demo", "--model is not for --task kernel"),
     (f"{KERNEL} --name 'Not A Name'", "matching regex"),
@@ -69,7 +68,6 @@ def test_bad_input_is_one_line(words, complaint, capsys, tmp_path, monkeypatch, 
     add("ONLY_FLOAT32", naive_attention)
     (tmp_path / "latin1").write_bytes(b"caf\xe9")
     (tmp_path / "empty").write_bytes(b"\n \n")
-    (tmp_path / "my kernel.cu").touch()
     (tmp_path / "v01_folder.cu").mkdir()
     for suffix in (".txt", ".jsonl"):
         os.mkfifo(tmp_path / f"fifo{suffix}")

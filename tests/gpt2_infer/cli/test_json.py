@@ -38,6 +38,7 @@ FINDINGS = {
         "total",
         "checks",
         "cases",
+        "calls",
         "has_attention",
     ),
     *("stopped", "killed", "error_slack", "budget_rule", "failures", "refusals", "worst"),

@@ -13,7 +13,7 @@ from attention_kernels.inspection import binary, predict
 from attention_kernels.inspection.binary import Request
 from gpt2_infer.bench.prediction import find_gpu, likely, prediction_row, timed_on
 from gpt2_infer.bench.record import Gpu, KernelCell
-from gpt2_infer.bench.show.predicted import accuracy
+from gpt2_infer.bench.show.predicted import errors, summary
 from gpt2_infer.cli import main, parse
 from gpt2_infer.cli.target import OfKernel, target_of
 from tests.gpt2_infer.bench.common import file_of, kernel, kernels
@@ -98,10 +98,8 @@ def test_a_prediction_is_compared_only_with_the_same_version_file() -> None:
     cell = KernelCell(128)
     results = file_of("prediction", [prediction_row("A", cell, "1", samples=[20.0])])
     row = kernel("A", [10.0], cell=cell, version_digest="1")
-    assert "2.00 times" in accuracy(results, [row])
-    assert "1 is off by more than 30 %" in accuracy(results, [row])
-    other = [kernel("A", [10.0], cell=cell, version_digest="2")]
-    assert accuracy(results, other) == "None of it has been measured yet."
+    assert summary(errors(results, [row])) == ["1", "100.0%", "100.0%", "1", "`A`, N=128: 2.00"]
+    assert errors(results, [kernel("A", [10.0], cell=cell, version_digest="2")]) == {}
 
 
 def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned() -> None:

@@ -111,7 +111,7 @@ def test_the_command_line(capsys, mine, short_suite, in_this_process):
     mine(naive_attention)
     assert main(["verify", "mine", "--device", "cpu", "--seed", "5", "--no-timing"]) == 0
     out = capsys.readouterr().out
-    assert re.match(r"MINE on cpu: \d+ checks, seed 5\n", out)
+    assert re.match(r"MINE on cpu: \d+ checks, [\d,]+ calls in one process, seed 5\n", out)
     rules = r"(    (error |by row|by column) .*budget.*\n){2,3}"
     rule = r"  a budget is 2 times the distance of plain PyTorch from float64, or "
     assert re.search(rf"  worst: .* seed 5\n{rules}{rule}", out)
@@ -188,7 +188,7 @@ def test_failures_that_are_alike_are_told_once(tmp_path, capsys, in_this_process
     assert re.fullmatch(
         r"  FAILED: races in shared memory, seqlen 130, head_dim 32, .*, float32, seed 0\n"
         r"          cudaErrorLaunchFailure: unspecified launch failure\n"
-        r"V08_ALIKE on cpu, emulated: 20 of \d+ checks, seed 0\n"
+        r"V08_ALIKE on cpu, emulated: 20 of \d+ checks, [\d,]+ calls in one process, seed 0\n"
         r"  20 of them failed, and the suite stopped there; 19 of them, most like those above, are "
         r"not shown\n"
         r"  none of the \d+ cases that ran passed\n"
@@ -272,7 +272,9 @@ def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, in_this_proce
     (tmp_path / "mine (1).cu").write_text(include + code)
     assert main(["verify", str(tmp_path / "mine (1).cu"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert re.match(r"MINE \(1\) on cpu, emulated: \d+ checks, seed 0\n", out)
+    assert re.match(
+        r"MINE \(1\) on cpu, emulated: \d+ checks, [\d,]+ calls in one process, seed 0\n", out
+    )
     assert "  nvcc not found: its flags were not tried\n" in out
     assert "no timing: it ran in the CPU emulator" in out
     assert main(["verify", str(tmp_path / "v09_none.cu")]) == 2

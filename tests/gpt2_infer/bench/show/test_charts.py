@@ -19,8 +19,6 @@ from tests.gpt2_infer.bench.common import (
     inspection,
     kernel,
     kernels,
-    profile,
-    shapes,
 )
 
 
@@ -28,28 +26,26 @@ from tests.gpt2_infer.bench.common import (
     ("results", "names"),
     [
         (kernels(), {"time", "bars", "roofline"}),
-        (generation(), {"time", "bars", "memory"}),
-        (inspection(), {"bars"}),
-        (profile(), set()),
+        (generation(), {"bars"}),
+        (inspection(), set()),
     ],
 )
 def test_every_picture_names_every_backend(results, names):
     drawn = charts.render(results)
     assert {*drawn} == names
     wanted = {row.contender for row in main_rows(results) if row.samples}
-    for name, svg in drawn.items():
-        for backend in wanted - ({"FREE_ATTENTION"} if name == "memory" else set()):
-            assert backend in svg.decode()
+    for svg in drawn.values():
+        assert all(backend in svg.decode() for backend in wanted)
 
 
 def test_pictures_are_compared_by_text_and_not_by_the_last_digit_of_a_coordinate():
-    text = charts.render(inspection())["bars"].decode()
-    assert text == charts.render(inspection())["bars"].decode()
+    text = charts.render(kernels())["bars"].decode()
+    assert text == charts.render(kernels())["bars"].decode()
     at = re.search(r"\d+\.\d{3,}", text)[0]
     assert drawing.is_same(text, text.replace(at, at[:-1] + str(9 - int(at[-1])), 1))
     assert drawing.is_same(text, re.sub(r'"([pm])[0-9a-f]{10}"', r'"\g<1>0123456789"', text))
     assert not drawing.is_same(text, text.replace(at, f"1{at}", 1))
-    assert not drawing.is_same(text, text.replace("31,000", "31,001"))
+    assert not drawing.is_same(text, text.replace(">400.0<", ">401.0<"))
 
 
 @pytest.fixture
@@ -87,31 +83,6 @@ def test_a_picture_shows_one_shape_and_a_single_length_has_no_line(close):
     assert "OTHER" not in "".join(svg.decode() for svg in charts.render(results).values())
     results.rows = [row for row in results.rows if row.kernel.seqlen == 1024]
     assert {*charts.render(results)} == {"bars", "roofline"}
-
-
-def test_each_timed_backend_has_a_bar_per_shape(close):
-    (axes,) = charts.kernel_shapes(shapes()).axes
-    bars = {one.get_label(): [bar.get_width() for bar in one] for one in axes.containers}
-    assert bars["FAST (3xfp16)"] == [pytest.approx(KernelCell(128).flops / 50 / 1e6)]
-    assert len(bars["NAIVE_PYTORCH (3xtf32)"]) == 2
-
-
-def test_a_decoding_is_drawn_by_its_speed_and_energy(close):
-    rows = []
-    for name, dtype, joules in (("eager", "float32", 64.0), ("peer", "bfloat16", 8.0)):
-        cell = msgspec.to_builtins(DecodeCell("gpt2", dtype, 2, 8, 32))
-        extra = {"calls": 30, "seconds": 3.0}
-        row = {"contender": name, "cell": cell, "metric": "energy", "unit": "J"}
-        rows.append(Row(**row, samples=[joules], extra=extra))
-    refused = Row(**row, status="refused", reason="no counter")
-    (axes,) = charts.decode_energy(file_of("decode", rows)).axes
-    points = [line.get_xydata().tolist() for line in axes.get_lines()]
-    assert points[:2] == [[[640, 1]], [[640, 8]]]  # 640 W and 80 W
-    assert {"50 W", "100 W", "800 W"} <= {text.get_text() for text in axes.texts}
-    (legend,) = axes.figure.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["eager", "peer", "gpt2, float32, batch 2", "gpt2, bfloat16, batch 2"]
-    assert charts.decode_energy(file_of("decode", [rows[0], refused])) is None
 
 
 def test_a_roofline_shows_speeds_limits_and_errors(close):

@@ -152,3 +152,4 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[int, Fields]]]] = {
     ".parquet": _read_parquet,
     ".txt": functools.partial(_read_lines, _parse_text),
 }
+WRITERS = {".jsonl": as_lines, ".parquet": as_parquet}
