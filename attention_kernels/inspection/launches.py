@@ -19,6 +19,7 @@ from attention_kernels.ladder.header import VersionHeader
 # The longest sequence that csrc/binding.cpp accepts.
 MAX_SEQLEN = 65535 * 16
 _INT_MAX = 2**31 - 1
+WARP = 32
 SEQLENS = 6
 """The terabyte at which csrc/recorders/launches.cpp puts the lengths of a decode kernel's rows."""
 Triple: TypeAlias = tuple[int, int, int]

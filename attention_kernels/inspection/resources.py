@@ -18,8 +18,7 @@ from pathlib import Path
 from tabulate import tabulate
 from tqdm import tqdm
 
-from attention_kernels.inspection.blocks import WARP
-from attention_kernels.inspection.launches import Launch, launches_of
+from attention_kernels.inspection.launches import WARP, Launch, launches_of
 from attention_kernels.ladder import build, compilers
 from attention_kernels.ladder.compilers import FLAGS, BuildError
 from attention_kernels.ladder.header import VersionHeader, csrc_of

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from attention_kernels import AttentionError, list_backends
-from attention_kernels.inspection.gpus import GpuModel, gpus
-from attention_kernels.inspection.predict import Case, Prediction
-from attention_kernels.inspection.predictors import predictor_of, predicts_without_version
+from attention_kernels import AttentionError
+from attention_kernels.inspection.sass.gpus import GpuModel, gpus
+from attention_kernels.inspection.sass.predict import Case, predict
+from attention_kernels.inspection.sass.stalls import Stalls
+from attention_kernels.inspection.sass.timing import Prediction
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import File, KernelCell, Row
-from gpt2_infer.bench.show.predicted import timings_of
-from gpt2_infer.bench.study import Contender, PredictionStudy, Subject
+from gpt2_infer.bench.study import Contender, PredictionStudy, StallStudy, Subject
 from gpt2_infer.errors import RequestError
 
 
@@ -42,6 +42,17 @@ def timed_on(gpu: GpuModel, files: Iterable[File]) -> list[File]:
         and not file.study.get("decode")
         and file.provenance.gpu
         and file.provenance.gpu.name in gpu.devices
+    ]
+
+
+def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
+    """Return the measurements of the same backend, and version file, in the same cell."""
+    return [
+        row
+        for row in timed
+        if row.samples
+        and (row.contender, row.cell) == (prediction.contender, prediction.cell)
+        and row.extra.get("version_digest") == prediction.extra.get("version_digest")
     ]
 
 
@@ -83,20 +94,17 @@ def likely(files: Sequence[File], *, on_tensor_cores: bool) -> Likely | None:
 
 
 class Predictions(Subject[KernelCell]):
-    """Predicts a ladder, Triton's backends or PyTorch's; a refused one has a reason."""
+    """Predicts a ladder; a version that cannot be predicted has a reason."""
 
-    def __init__(self, study: PredictionStudy) -> None:
+    def __init__(self, study: PredictionStudy | StallStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
-        self.versions = predicted_in(study.family)
-        self._dtypes = {
-            name: version.dtypes[0] if version else study.dtype
-            for name, version in self.versions.items()
-        }
-        shape = study.batch, study.heads, study.head_dim
+        self.lines = isinstance(study, StallStudy)
+        versions = selection.versions_of(study.family, may_decode=True)
+        self.versions = {name: one for name, one in versions.items() if not one.is_host}
         self.cells = [
-            KernelCell(n, *shape, dtype, is_causal=not study.full)
-            for dtype in dict.fromkeys(self._dtypes.values())
-            for n in study.seqlens
+            KernelCell(n, study.batch, study.heads, study.head_dim, dtype, is_causal=not study.full)
+            for dtype in dict.fromkeys(one.dtypes[0] for one in self.versions.values())
+            for n in (study.seqlens if isinstance(study, PredictionStudy) else [study.seqlen])
         ]
         self.facts = {"gpu": card.name}
 
@@ -110,35 +118,31 @@ class Predictions(Subject[KernelCell]):
     def _rows(self) -> list[Row]:
         """All predictions; a version's machine code is read once for all cells."""
         cells = [
-            [cell for cell in self.cells if cell.dtype == dtype] for dtype in self._dtypes.values()
+            [cell for cell in self.cells if cell.dtype == version.dtypes[0]]
+            for version in self.versions.values()
         ]
-        predict_one = functools.partial(predict_backend, gpu=self.gpu)
+        predict_one = functools.partial(predict_version, gpu=self.gpu, lines=self.lines)
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             found = pool.map(predict_one, self.versions.keys(), self.versions.values(), cells)
             shown = tqdm(found, "predicting", len(self.versions), unit="", disable=None)
             return [*itertools.chain.from_iterable(shown)]
 
 
-def predicted_in(family: str) -> dict[str, VersionHeader | None]:
-    """Return the backends of a family that can be predicted, with their versions, if any.
-
-    Raises the errors of selection.versions_of().
-    """
-    others = [x.name for x in list_backends() if x.family == family and predicts_without_version(x)]
-    if others:
-        return dict.fromkeys(others)
-    versions = selection.versions_of(family, may_decode=True)
-    return {name: version for name, version in versions.items() if not version.is_host}
-
-
-def predict_backend(
-    name: str, version: VersionHeader | None, cells: Sequence[KernelCell], *, gpu: str
+def predict_version(
+    name: str,
+    version: VersionHeader,
+    cells: Sequence[KernelCell],
+    *,
+    gpu: str,
+    lines: bool = False,
 ) -> list[Row]:
-    """Predict a backend in cells that differ only in length; a refused one has a reason."""
-    digest = environment.version_digest(version.source) if version else None
+    """Predict a version in cells that differ only in length; a refused one has a reason.
+
+    lines: also explain its stalls by source line.
+    """
+    digest = environment.version_digest(version.source)
     try:
-        predictor = predictor_of(name, version, cells[0].dtype)
-        found = predictor.predict(gpus()[gpu], [*map(case_of, cells)])
+        found = predict(version, gpus()[gpu], [*map(case_of, cells)], lines=lines)
     except AttentionError as error:
         why = str(error)
         return [prediction_row(name, one, digest, reason=why) for one in cells]
@@ -155,7 +159,10 @@ def case_of(cell: KernelCell) -> Case:
 
 def figures_of(one: Prediction) -> dict[str, Any]:
     """Return the figures of a prediction for prediction_row()."""
-    notes = {"choice": one.choice, "assumed": [*one.assumed]}
+    notes = {
+        "assumed": [*one.assumed],
+        "stalls": one.stalls and msgspec.to_builtins(one.stalls, str_keys=True),
+    }
     return {
         "samples": [round(one.time_us, 3)],
         "bound": one.bound,
@@ -171,7 +178,7 @@ def figures_of(one: Prediction) -> dict[str, Any]:
 def prediction_row(
     name: str,
     cell: KernelCell,
-    digest: str | None = None,
+    digest: str,
     *,
     samples: Sequence[float] = (),
     reason: str = "",
@@ -179,7 +186,7 @@ def prediction_row(
 ) -> Row:
     """Return the row of a prediction, or of the reason against it.
 
-    digest: of its version file, if it has one. extra: its parts.
+    digest: of its version file. extra: its parts.
     """
     return Row(
         contender=name,
@@ -189,5 +196,11 @@ def prediction_row(
         samples=[*samples],
         status="refused" if reason else "ok",
         reason=reason,
-        extra=({"version_digest": digest} if digest else {}) | extra,
+        extra={"version_digest": digest} | extra,
     )
+
+
+def stalls_of(row: Row) -> Stalls | None:
+    """Return the stalls in the row of a prediction; None if it has none."""
+    found = row.extra.get("stalls")
+    return msgspec.convert(found, Stalls, strict=False) if found else None

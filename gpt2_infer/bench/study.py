@@ -128,19 +128,17 @@ class InspectionStudy(LadderStudy, kw_only=True, tag="inspection"):
 
 
 class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
-    """Predicted times of a ladder, or of others' kernels, on a GPU that need not be present."""
+    """Predicted times of a ladder on a GPU that need not be present."""
 
     subject = "prediction.Predictions"
     gpu: str = "h200"
-    dtype: str = "float32"
-    """The dtype of backends without a version file, the families "triton" and "pytorch"."""
     seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
 
 
 class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
     """Predicted stalls of a ladder by source line, on a GPU that need not be present."""
 
-    subject = "stalls.StallsByLine"
+    subject = "prediction.Predictions"
     gpu: str = "h200"
     seqlen: AtLeastOne = 1024
 

@@ -13,7 +13,7 @@ from gpt2_infer.cli.console import EXIT_FAILED, print_error, show, show_json
 from gpt2_infer.cli.verify import start_server
 
 if TYPE_CHECKING:
-    from attention_kernels.inspection.predict import Prediction
+    from attention_kernels.inspection.sass.timing import Prediction
     from gpt2_infer.cli.verdict import Findings
 
 AS = (

@@ -42,7 +42,6 @@ PRODUCTS_HELP = (
     "products of float16 numbers on tensor cores, about as exact (default: %(default)s)"
 )
 SEQLEN = "sequence length in tokens (default: %(default)s)"
-PROFILE = "source page of an Nsight Compute report, exported as CSV, to compare the stalls with"
 TIMEOUT = "time limit in seconds (default: 600)"
 FORMER_FAMILIES = {"custom-cuda": "fp32", "flash-attention-1": "fa1", "wmma-fa2": "wmma_fa2"}
 HEAD_DIM = "head dimension (default: 64, or the first supported)"

@@ -10,22 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from gpt2_infer.cli import lines, target
 from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.options import POSITIVE, PROFILE, add_shape_options
+from gpt2_infer.cli.options import POSITIVE, add_shape_options
 from gpt2_infer.cli.target import Target, target_of
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
-    from attention_kernels.inspection.nsight import Sampled
-    from attention_kernels.inspection.predict import Prediction
+    from attention_kernels.inspection.sass.timing import Prediction
     from gpt2_infer.bench.prediction import Likely
     from gpt2_infer.bench.record import File, Row
 
 GPU = "GPU: h200, h100, a100, t4 or rtx4090 (default: %(default)s)"
 SEQLENS = "sequence lengths in tokens (default: 1024)"
 RESULTS = "folder of measured results (default: results, if it exists)"
-LINES = "show which source lines stall, why, and what the kernel would gain if they did not"
+LINES = "show which source lines stall, and why"
 SHOWN_PARTS = 3  # --json has all
 
 
@@ -38,69 +39,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     target.add_options(add)
     add("--results", type=Path, metavar="DIR", help=RESULTS)
     add("--lines", action="store_true", help=LINES)
-    add("--profile", type=Path, metavar="CSV", help=PROFILE)
     add("--json", action="store_true", help="print a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from attention_kernels.inspection import nsight
     from gpt2_infer.bench.prediction import find_gpu, likely, uses_tensor_cores
 
     gpu = find_gpu(arguments.gpu)
-    wanted = target_of(arguments)
+    wanted = target_of(arguments, gpu)
     files = _read_results(arguments.results)
-    kernels = _read_profile(arguments)
-    explains = arguments.lines or arguments.profile is not None
     if not arguments.json:
-        show(wanted.heading(gpu) + ("" if explains else "; microseconds\n"))
-    explained, compared = [], None
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for one in wanted.explain(gpu) if explains else ():
-        explained.append(one)
-        compared = nsight.compare(one, kernels) if arguments.profile else None
-        if not arguments.json:
-            show(f"\n{lines.format_lines(one, width)}\n")
-            show(lines.format_advice(one))
-    found = [one.prediction for one in explained] or wanted.predict(gpu)
+        show(wanted.heading + ("" if arguments.lines else "; microseconds\n"))
+    found = wanted.predict()
     near = likely(files, on_tensor_cores=uses_tensor_cores(found[0].needs_us))
     if arguments.json:
-        more = [lines.to_json(one) for one in explained] or [{} for _ in found]
-        listed = [
-            to_json(one) | {"likely_us": _likely_us(one, near)} | stalls
-            for one, stalls in zip(found, more, strict=True)
-        ]
-        if compared:
-            listed[0]["profile"] = dataclasses.asdict(compared)
-        show_json(listed)
+        show_json([to_json(one) | {"likely_us": _likely_us(one, near)} for one in found])
         return 0
-    if not explained:
-        _show_table(arguments.gpu, wanted, found, files, near)
-    elif compared:
-        show(f"\n{lines.format_comparison(found[0].version, compared, width)}")
-    _show_assumed(found)
-    return 0
-
-
-def _show_assumed(found: Sequence[Prediction]) -> None:
-    """Show what was assumed, and the tiles that an autotuner would choose."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for one in found:
-        if one.choice:
-            show(f"\nN={one.seqlen}, fastest of the tiles that are tuned: {one.choice}")
+        if one.stalls:
+            show(f"\n{lines.format_lines(one, one.stalls, width)}")
+    if not arguments.lines:
+        _show_table(arguments.gpu, wanted, found, files, near)
     for what in dict.fromkeys(what for one in found for what in one.assumed):
         show(f"\nassumed: {what}")
-
-
-def _read_profile(arguments: argparse.Namespace) -> list[Sampled]:
-    """Read the kernels of --profile; raises RequestError if it has none."""
-    from gpt2_infer.bench.stalls import read_report
-
-    path: Path | None = arguments.profile
-    if path is None:
-        return []
-    if len(arguments.seqlen) > 1:
-        raise RequestError("--profile compares one length: give one --seqlen")
-    return read_report(path)
+    return 0
 
 
 def _show_table(
@@ -120,8 +84,7 @@ def _show_table(
         for name in ("N", "predicted", "likely", "measured", "ratio", "bound", "largest parts")
     }
     for one in found:
-        row = wanted.row(one.seqlen)
-        measured = _measured(row, timings) if row else None
+        measured = _measured(wanted.row(one.seqlen), timings) if wanted.row else None
         low_high = _likely_us(one, near)
         largest = sorted(_parts(one).items(), key=lambda part: -part[1])[:SHOWN_PARTS]
         for name, text in {
@@ -157,12 +120,14 @@ def find(arguments: argparse.Namespace) -> list[Prediction]:
     """
     from gpt2_infer.bench.prediction import find_gpu
 
-    return target_of(arguments).predict(find_gpu(arguments.gpu))
+    return target_of(arguments, find_gpu(arguments.gpu)).predict()
 
 
 def to_json(one: Prediction) -> dict[str, Any]:
     """Return every field, and what limits the time."""
-    return dataclasses.asdict(one) | {"bound": one.bound}
+    fields = dataclasses.asdict(one) | {"bound": one.bound}
+    stalls = fields.pop("stalls")
+    return (msgspec.to_builtins(stalls) if stalls else {}) | fields
 
 
 def _read_results(folder: Path | None) -> list[File]:
@@ -198,7 +163,7 @@ def _parts(one: Prediction) -> dict[str, float]:
 
 def _measured(wanted: Row, timings: Sequence[File]) -> float | None:
     """Return the latest measured median of the same version file in the same cell."""
-    from gpt2_infer.bench.show.predicted import timings_of
+    from gpt2_infer.bench.prediction import timings_of
 
     medians = [
         (timing.provenance.date, row.median)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
 from gpt2_infer.cli.kernels import usual_head_dim, versions_of
-from gpt2_infer.cli.options import HEAD_DIM, POSITIVE, PROFILE, SEQLEN, TIMEOUT, seconds
+from gpt2_infer.cli.options import HEAD_DIM, POSITIVE, SEQLEN, TIMEOUT, seconds
 from gpt2_infer.errors import RequestError
 from gpt2_infer.files import check_writable
 
@@ -30,7 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=POSITIVE, metavar="D", help=HEAD_DIM)
     add("--full", action="store_true", help="omit the causal mask")
     add("--gpu", default="h200", help="GPU to predict for, or none (default: %(default)s)")
-    add("--profile", type=Path, metavar="CSV", help=PROFILE)
     add("--timeout", type=seconds, default=600.0, metavar="S", help=TIMEOUT)
     add("--json", action="store_true", help="print one JSON object")
 
@@ -48,8 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not versions and not files:
         raise RequestError("nothing to report: give backends, version files, results or --family")
     gpu = None if arguments.gpu == "none" else arguments.gpu
-    if arguments.profile and not (own and gpu):
-        raise RequestError("--profile is compared with predictions: name a version, and a GPU")
     first = next(iter(versions.values()), None)
     shape = Shape(
         batch=1,
@@ -60,10 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         from gpt2_infer.bench.show.page import make_page
-        from gpt2_infer.bench.stalls import read_report
     except ModuleNotFoundError as error:
         raise RequestError(f"{error.name} is missing: install gpt2-infer[report]") from error
-    profiled = read_report(arguments.profile) if arguments.profile else ()
     verdicts = dict(_verdicts(own, arguments)) if own else {}
     page = make_page(
         versions,
@@ -71,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
         shape,
         gpu=gpu,
         predict=own,
-        profiled=profiled,
         verdicts=verdicts,
         timeout_s=arguments.timeout,
     )

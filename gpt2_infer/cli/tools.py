@@ -194,13 +194,11 @@ async def predict(
     """Predict a kernel's time on a GPU in microseconds, and what limits it, without that GPU.
 
     A model of machine code and memory accesses: rarely off by more than 35 %, but no measurement;
-    `assumed` says what it did not know. name: a version file or a backend, also of Triton. Or, with
+    `assumed` says what it did not know. name: a version file or its backend. Or, with
     `kernel`, any *.cu, cubin or library; then grid, block, shared (bytes) and args replace the
     shape. args: "f32[COUNT]" for a buffer, "ptr", a number, "hex:BYTES" or "@FILE". Needs nvcc for
     *.cu. gpu: h200, h100, a100, t4 or rtx4090.
     """
-    if name.endswith(".py"):
-        raise ToolError(f"{name} would be executed here: predict it with `gpt2-infer predict`")
     options = Namespace(
         name=name,
         gpu=gpu,
@@ -215,6 +213,7 @@ async def predict(
         block=block,
         shared=shared,
         args=args,
+        lines=False,
     )
     found = await _run(lambda: predict_command.find(options))
     return [Prediction.model_validate(predict_command.to_json(one)) for one in found]

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from gpt2_infer.bench.prediction import timings_of
 from gpt2_infer.bench.record import File, Row
 from gpt2_infer.bench.show.figures import length
-
-
-def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
-    """Return the measurements of the same backend, and version file, in the same cell."""
-    return [
-        row
-        for row in timed
-        if row.samples
-        and (row.contender, row.cell) == (prediction.contender, prediction.cell)
-        and row.extra.get("version_digest") == prediction.extra.get("version_digest")
-    ]
-
 
 SUMMARY = ("cells", "mean error", "median", "off by over 30 %", "the worst, ratio")
 """The headings of summary()."""

@@ -259,15 +259,6 @@ def stalls(rows: dict[str, tuple[str, list[tuple[int, float]]]]) -> File:
             }
             for line, share in shares
         ]
-        what_if = {
-            "cause": "conflicts",
-            "line": shares[0][0],
-            "share": shares[0][1],
-            "reason": "short scoreboard",
-            "change": "without bank conflicts",
-            "price": "",
-            "time_us": 75.0,
-        }
         found.append(
             Row(
                 contender=name,
@@ -287,7 +278,6 @@ def stalls(rows: dict[str, tuple[str, list[tuple[int, float]]]]) -> File:
                         "kernels": ["attention<32>", "combine<32>"],
                         "lines": lines,
                     },
-                    "what_ifs": [what_if],
                 },
             )
         )

@@ -8,7 +8,7 @@ import shlex
 import pytest
 import torch
 
-from attention_kernels.inspection import predict
+from attention_kernels.inspection.sass import predict
 from gpt2_infer.cli import COMMANDS
 from tests.gpt2_infer.bench.common import add, naive_attention
 from tests.gpt2_infer.cli.program import DEMO, run

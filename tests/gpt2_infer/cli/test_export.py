@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import UnsupportedError
-from attention_kernels.inspection import predict
+from attention_kernels.inspection.sass import predict
 from attention_kernels.judge import conformance
 from attention_kernels.judge.conformance import Case, Failure
 from attention_kernels.judge.reference import Verdict

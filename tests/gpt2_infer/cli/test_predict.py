@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels.inspection import binary, predict
-from attention_kernels.inspection.binary import Request
+from attention_kernels.inspection.sass import predict
+from attention_kernels.inspection.sass.binary import Request
+from attention_kernels.inspection.sass.timing import Prediction
 from gpt2_infer.bench.prediction import find_gpu, likely, prediction_row, timed_on
 from gpt2_infer.bench.record import Gpu, KernelCell
 from gpt2_infer.bench.show.predicted import errors, summary
-from gpt2_infer.cli import main, parse
-from gpt2_infer.cli.target import OfKernel, target_of
+from gpt2_infer.cli import main
 from tests.gpt2_infer.bench.common import file_of, kernel, kernels
 
-FOUND = predict.Prediction(
+FOUND = Prediction(
     version="v12",
     gpu="H200 SXM",
     seqlen=1024,
@@ -143,20 +143,23 @@ def test_the_range_of_the_committed_results_is_shown(capsys: pytest.CaptureFixtu
     )
 
 
-def request_of(*options: str) -> Request:
-    _, arguments = parse(["predict", "any.so", *options])
-    found = target_of(arguments)
-    assert isinstance(found, OfKernel)
-    return found.request
+def test_a_launch_of_any_kernel_is_taken_from_the_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
 
+    def record(request: Request, *_: object, **__: object) -> Prediction:
+        found.append(request)
+        return FOUND
 
-def test_a_launch_of_any_kernel_is_taken_from_the_options() -> None:
-    found = request_of(
-        "--kernel", "k", "--grid", "4,12", "--block=128", "--args", "ptr", "-1", "2.5"
-    )
-    assert (found.grid, found.block) == ((4, 12, 1), (128, 1, 1))
-    assert (found.dynamic_smem, found.arguments) == (None, ["ptr", "-1", "2.5"])
-    assert request_of("--kernel=k", "--grid=1", "--block=1", "--shared=0").dynamic_smem == 0
+    monkeypatch.setattr(predict, "predict_kernel", record)
+    command = ["predict", "any.so", "--json", "--kernel=k", "--block=128"]
+    assert main([*command, "--grid", "4,12", "--args", "ptr", "-1", "2.5"]) == 0
+    assert main([*command, "--grid=1", "--shared=0"]) == 0
+    first, second = found
+    assert (first.grid, first.block) == ((4, 12, 1), (128, 1, 1))
+    assert (first.dynamic_smem, first.arguments) == (None, ["ptr", "-1", "2.5"])
+    assert second.dynamic_smem == 0
 
 
 @pytest.mark.parametrize(
@@ -177,26 +180,17 @@ def test_options_of_a_launch_and_of_a_call_exclude_each_other(
     assert words in capsys.readouterr().err
 
 
-def test_a_triton_file_is_not_predicted_as_python(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert main(["predict", "mine.py", "--kernel=k", "--grid=1", "--block=32"]) == 2
-    assert "mine.py: TRITON_INTERPRET is set" in capsys.readouterr().err
-
-
-def test_what_was_assumed_and_chosen_is_shown(
+def test_what_was_assumed_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    found = dataclasses.replace(FOUND, assumed=("FOO is an addition",), choice="block_m=64")
-    monkeypatch.setattr(binary, "predict_kernel", lambda *_: found)
+    found = dataclasses.replace(FOUND, assumed=("FOO is an addition",))
+    monkeypatch.setattr(predict, "predict_kernel", lambda *_, **__: found)
     monkeypatch.chdir(tmp_path)  # without results
     command = ["predict", "any.so", "--kernel=k", "--grid=3", "--block=64"]
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "k of any.so on H200 SXM: 3x1x1 blocks of 64x1x1 threads" in shown
     assert "assumed: FOO is an addition" in shown
-    assert "block_m=64" in shown
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["assumed"] == ["FOO is an addition"]
 

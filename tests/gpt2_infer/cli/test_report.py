@@ -31,8 +31,6 @@ def test_a_page_may_show_results_alone_and_bad_input_is_refused(tmp_path, capsys
         ([], "nothing to report"),
         (["NAIVE_PYTORCH"], "no version file"),
         ([str(results), "--gpu", "v100"], "v100"),
-        ([str(results), "--profile", "r.csv"], "--profile is compared with predictions: name"),
-        (["CUSTOM_CUDA_VERSION_2", "--profile", "/nonexistent"], "/nonexistent: No such file"),
         ([str(page.with_suffix(".json"))], "cannot be read"),
         ([str(fifo)], "Not a regular file"),
         ([str(results), "--out", str(tmp_path / "no" / "page.html")], "there is no folder"),

@@ -7,7 +7,6 @@ or where it is made, so the same input gives the same bytes.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import hashlib
 import os
@@ -28,22 +27,24 @@ from tqdm import tqdm
 
 from attention_kernels import UnsupportedError
 from attention_kernels.errors import describe
-from attention_kernels.inspection import nsight
 from attention_kernels.inspection.accesses import BY_LANE, Recording, record
-from attention_kernels.inspection.nsight import Comparison, Sampled
 from attention_kernels.judge.conformance import Report
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
-from gpt2_infer.bench.prediction import find_gpu, timed_on
+from gpt2_infer.bench.prediction import (
+    find_gpu,
+    predict_version,
+    stalls_of,
+    timed_on,
+    timings_of,
+)
 from gpt2_infer.bench.record import File, KernelCell, ResultsError, Row, Shape, read
-from gpt2_infer.bench.show import charts, explained
+from gpt2_infer.bench.show import charts
 from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Kernel
 from gpt2_infer.bench.show.pivot import Table, are_numbers
-from gpt2_infer.bench.show.predicted import timings_of
 from gpt2_infer.bench.show.tables import tables
-from gpt2_infer.bench.stalls import explain_backend, recorded, what_ifs
 
 __all__ = ["make_page"]
 
@@ -55,7 +56,6 @@ def make_page(
     *,
     gpu: str | None = None,
     predict: Collection[str] = (),
-    profiled: Sequence[Sampled] = (),
     verdicts: Mapping[str, Report | str] = MappingProxyType({}),
     timeout_s: float = 600.0,
 ) -> str:
@@ -63,10 +63,9 @@ def make_page(
 
     shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
     and stalls for, a name in gpus(); None for no predictions. predict: the versions to predict if
-    the results have no stalls of them. profiled: kernels of a report, to compare the stalls of
-    those versions with. verdicts: the judge's reports on versions, or why there is none. If a
-    version's accesses cannot be counted, the reason is shown. Raises ResultsError, RequestError, or
-    BuildError if a version does not compile.
+    the results have no stalls of them. verdicts: the judge's reports on versions, or why there is
+    none. If a version's accesses cannot be counted, the reason is shown. Raises ResultsError,
+    RequestError, or BuildError if a version does not compile.
     """
     if gpu:
         find_gpu(gpu)  # fail on an unknown name before minutes of counting
@@ -80,10 +79,10 @@ def make_page(
         results = [one.file for one in measured]
         for kernel in tqdm(kernels, "predicting", unit="", disable=None):
             makes = kernel.name in predict
-            row = _predicted(kernel, gpu, shape, results, profiled, makes=makes)
+            row = _predicted(kernel, gpu, shape, results, makes=makes)
             predictions[kernel.name] = _bars(row, gpu, results) if row else NO_PREDICTION
             if row:
-                kernel.stalls, kernel.what_ifs = recorded(row), what_ifs(row)
+                kernel.stalls = stalls_of(row)
     short = [kernel.version.name for kernel in kernels]
     labels = {
         k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
@@ -120,7 +119,6 @@ def make_page(
         by_lane=BY_LANE,
         runs=source.runs,
         turns=_turns,
-        compared_lines=_compared_lines,
         tie=TIE,
     )
 
@@ -237,14 +235,12 @@ def _predicted(
     gpu: str,
     shape: Shape,
     files: Sequence[File],
-    profiled: Sequence[Sampled] = (),
     *,
     makes: bool,
 ) -> Row | None:
     """Return a version's prediction for 12 heads and 1,024 tokens, with its stalls if possible.
 
-    makes: whether to predict if the files have no stalls, or to compare them with those of a
-    report. Returns None if there is no prediction.
+    makes: whether to predict if the files have no stalls. Returns None if there is no prediction.
     """
     card, version = find_gpu(gpu), kernel.version
     cell = KernelCell(
@@ -260,10 +256,8 @@ def _predicted(
         if (row.contender, row.kernel, row.extra.get("version_digest")) == wanted
         and (row.reason or "needs_us" in row.extra)  # converted files have only the time
     ]
-    if makes and (profiled or not any("stalls" in row.extra for row in found)):
-        row, kernel.compared = explain_backend(
-            kernel.name, version, cell, gpu=gpu, kernels=profiled
-        )
+    if makes and not any("stalls" in row.extra for row in found):
+        (row,) = predict_version(kernel.name, version, [cell], gpu=gpu, lines=True)
         return row
     return found[-1] if found else None
 
@@ -324,11 +318,6 @@ def _turns(found: Recording) -> Picture:
         rows.append((f"{barriers}", order, f"{len(warps)}", f"{least:,}", f"{most:,}"))
     head = ["barriers before", "order of warps", "turns", "least accesses", "most accesses"]
     return Picture(title, charts.turns(found.turns), table=Table(title, head, rows))
-
-
-def _compared_lines(found: Comparison) -> Table:
-    lines = map(dataclasses.asdict, found.lines[: nsight.WORST])
-    return explained.lines_table(f"Of {found.samples:,} samples of stalls", lines)
 
 
 def _text(name: str) -> str:

@@ -14,15 +14,11 @@ from pygments.lexers.c_cpp import CppLexer
 from pygments.token import Comment, Keyword, Literal
 
 from attention_kernels.inspection.accesses import Access, Recording
-from attention_kernels.inspection.advice import Advice
-from attention_kernels.inspection.nsight import ComparedLine, Comparison
+from attention_kernels.inspection.sass.stalls import StalledLine, Stalls
 from attention_kernels.judge.conformance import Failure
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench import stalls
 from gpt2_infer.bench.show.figures import group_by
-from gpt2_infer.bench.stalls import Stalls
 
-STALLS, MEASURED = "stalls", "measured"
 COUNTERS = {
     "requests": "warps executing an access",
     "wavefronts": "deliveries of shared memory",
@@ -50,9 +46,7 @@ class Line:
     accesses: list[Access] = field(default_factory=list)
     heat: dict[str, int] = field(default_factory=dict)
     """The line's figure relative to the largest of any line, 0 to 8, by column."""
-    stalls: stalls.Line | None = None
-    measured: ComparedLine | None = None
-    """Its stalls in a profiler's report."""
+    stalls: StalledLine | None = None
     fault: str = ""
     """The first thing that the judge found wrong there."""
 
@@ -72,8 +66,6 @@ class Kernel:
     recording: Recording | None
     refused: str = ""
     stalls: Stalls | None = None
-    what_ifs: Sequence[Advice] = ()
-    compared: Comparison | None = None
     found_wrong: Sequence[Failure] = ()
     """What the judge found, in the order in which it did."""
 
@@ -108,16 +100,12 @@ class Kernel:
         for one in self.stalls.lines if self.stalls else ():
             if one.line:
                 found[one.line - 1].stalls = one
-        for compared in self.compared.lines if self.compared else ():
-            if compared.line and compared.measured:
-                found[compared.line - 1].measured = compared
         for failure in self.failures:
             for number in {int(at[1]) for at in self.place.finditer(failure.why)}:
                 # Several cases may fail at a line; a kernel's own message may name any number.
                 if 0 < number <= len(found) and not found[number - 1].fault:
                     found[number - 1].fault = failure.why
-        _heat(found, MEASURED, [line.measured.measured if line.measured else 0.0 for line in found])
-        _heat(found, STALLS, [line.stalls.share if line.stalls else 0.0 for line in found])
+        _heat(found, "stalls", [line.stalls.share if line.stalls else 0.0 for line in found])
         while found and not found[-1].text:
             found.pop()
         return found

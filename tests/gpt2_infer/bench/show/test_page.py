@@ -14,7 +14,6 @@ pytest.importorskip("pygments")
 
 from attention_kernels import get_backend, ladder, list_backends
 from attention_kernels.inspection.accesses import Access, Recording, Turn, record
-from attention_kernels.inspection.nsight import ComparedLine, Comparison, Sampled
 from attention_kernels.judge.conformance import Failure, Report
 from attention_kernels.ladder.header import parse_header
 from gpt2_infer.bench import environment
@@ -45,9 +44,6 @@ NAMES = {V1: "CUSTOM_CUDA_VERSION_1", V2: "CUSTOM_CUDA_VERSION_2"}
 PRODUCT, BARRIER = "s += sQ[", "    __syncthreads();"
 SHARES = {V1: {PRODUCT: 0.6, BARRIER: 0.4}, V2: {PRODUCT: 0.1, BARRIER: 0.9}}
 """Shares of the stalls, by the text of the line."""
-LOOP = "for (int n_start"
-MEASURED = {PRODUCT: 0.7, LOOP: 0.3}
-"""Shares of the samples in a report on version 1; no stalls are predicted for the second line."""
 
 
 def line_of(slug: str, text: str) -> int:
@@ -80,30 +76,12 @@ def make(folder: Path) -> str:
         )
         for slug, name in NAMES.items()
     }
-    predicted = stalls(stalled)
-    predicted.write(folder / "stalls.json")
-    lines = [
-        ComparedLine(line_of(V1, text), text, share, SHARES[V1].get(text, 0.0), reason, "wait")
-        for (text, share), reason in zip(
-            MEASURED.items(), ("barrier", "no instruction"), strict=True
-        )
-    ]
-    compared = Comparison(lines, 1000, 0.5, 2, 1, 2, 0)
-    explained = predicted.rows[0], compared
+    stalls(stalled).write(folder / "stalls.json")
     versions[HOSTILE] = parse_header(folder / "v03_hostile.cu")
     shape = Shape(**SHAPE)
     files = [folder / "results.json", folder / "stalls.json"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "explain_backend", lambda *_, **__: explained)
-        return make_page(
-            versions,
-            files,
-            shape,
-            gpu="h200",
-            predict=[NAMES[V1]],
-            profiled=[Sampled([], [])],
-            verdicts={NAMES[V2]: failed(), HOSTILE: "it needs a GPU"},
-        )
+    verdicts = {NAMES[V2]: failed(), HOSTILE: "it needs a GPU"}
+    return make_page(versions, files, shape, gpu="h200", predict=[NAMES[V1]], verdicts=verdicts)
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +110,14 @@ def test_the_figures_are_those_of_the_recorder_and_of_the_results(file):
     for slug, name in NAMES.items():
         found = accesses(name)
         shares = {line_of(slug, text): share for text, share in SHARES[slug].items()}
-        measured = {line_of(slug, text): share for text, share in MEASURED.items()}
-        measured = measured if slug == V1 else {}
-        lines = {access.lines[0] for access in found} | {*shares, *measured}
+        lines = {access.lines[0] for access in found} | {*shares}
         view = page.partition(f'<section class="view" id="{slug}">')[2].partition("</section>")[0]
         heated = re.findall(r"<li value=(\d+)[^>]*><details><summary>(.*?)</summary>", view)
         assert {int(line) for line, _ in heated} == lines
         for line, row in heated:
             shown = re.findall(r"<span[^>]*>([^<]*)</span>", row)
-            for of in (shares, measured) if measured else (shares,):
-                share = f"{of[int(line)]:.1%}".replace("%", "\xa0%") if int(line) in of else ""
-                assert shown.pop(0) == share
+            share = f"{shares[int(line)]:.1%}" if int(line) in shares else ""
+            assert shown.pop(0) == share.replace("%", "\xa0%")
             mine = [access for access in found if access.lines[0] == int(line)]
             counters = ("requests", "wavefronts", "conflicts", "sectors")
             sums = [sum(getattr(access, counter) for access in mine) for counter in counters]
@@ -211,11 +186,10 @@ def test_a_link_to_a_line_shows_its_stalls_and_its_machine_instructions(open_pag
     product, barrier = line_of(V1, PRODUCT), line_of(V1, BARRIER)
     page = open_page(f"#{V1}:{barrier}")
     view = page.locator(f"#{V1}")
-    assert "75.0\t25\xa0%" in view.get_by_role("region", name="would gain").inner_text()
     opened = view.locator(f"li[value='{barrier}'] .sass")
     assert opened.is_visible()
     assert not view.locator(f"li[value='{barrier}'] svg").count()
-    view.get_by_role("region", name="would gain").get_by_role("link").click()
+    view.get_by_role("region", name="that stall").get_by_role("link").first.click()
     line = view.locator(f"li[value='{product}']")
     line.locator(".sass").wait_for()
     assert not opened.is_visible()
@@ -233,31 +207,6 @@ def test_a_link_to_a_line_shows_its_stalls_and_its_machine_instructions(open_pag
         ["0010", "FFMA R1, R2, R3, R1", "15.0\xa0%", "wait"],
         ["", "3 other instructions below 0.1\xa0%"],
     ]
-
-
-def test_measured_stalls_are_next_to_the_predicted_ones(open_page):
-    product, loop = line_of(V1, PRODUCT), line_of(V1, LOOP)
-    page = open_page(f"#{V1}:{loop}")
-    view = page.locator(f"#{V1}")
-    rows = [
-        row.split("\t")
-        for row in view.get_by_role("region", name="samples").locator("tr").all_inner_texts()
-    ]
-    assert rows[1:] == [
-        [str(product), "70.0%", "60.0%", "barrier", "wait", PRODUCT],
-        [str(loop), "30.0%", "0.0%", "no instruction", "wait", LOOP],
-    ]
-    assert (
-        "1 of the 2 worst lines found; the main reason agrees in 0 of the worst 2."
-        in view.inner_text()
-    )
-    line = view.locator(f"li[value='{loop}']")
-    assert "Measured: 30.0\xa0% of the stalls, mainly no instruction." in line.inner_text()
-    shares = view.locator(f"li[value='{product}'] summary span")
-    assert shares.all_inner_texts()[:2] == ["60.0\xa0%", "70.0\xa0%"]
-    assert shares.nth(1).get_attribute("title") == "barrier"
-    assert "measured" in view.locator(".top").inner_text()
-    assert "measured" not in page.locator(f"#{V2} .top").text_content()
 
 
 def test_without_javascript_every_view_is_there_and_every_line_of_a_source(open_page, file):

@@ -54,7 +54,7 @@ def test_a_version_without_stalls_in_the_results_is_explained(monkeypatch):
     cell = KernelCell(1024, head_dim=32)
     predicted = prediction_row(NAME, cell, digest, samples=[60.0])
     explained = prediction_row(NAME, cell, digest, samples=[61.0], stalls={})
-    monkeypatch.setattr(page, "explain_backend", lambda *_, **__: (explained, None))
+    monkeypatch.setattr(page, "predict_version", lambda *_, **__: [explained])
     predictions = file_of("prediction", [predicted], settings={"gpu": "H200 SXM"})
     kernel, shape = Kernel(NAME, version, 32, None), Shape(seqlen=128)
     assert _predicted(kernel, "h200", shape, [predictions], makes=True) is explained
@@ -62,8 +62,8 @@ def test_a_version_without_stalls_in_the_results_is_explained(monkeypatch):
     files = [recorded, predictions]
     assert _predicted(kernel, "h200", shape, files, makes=True) is recorded.rows[0]
     agreement = Row(contender=NAME, cell=recorded.rows[0].cell, metric="worst", unit="1")
-    what_if = prediction_row(NAME, cell, digest, samples=[60.0], what_ifs=[])
-    other = prediction_row("TRITON_FLASH_ATTENTION", cell, samples=[60.0], needs_us={})
+    time_only = prediction_row(NAME, cell, digest, samples=[60.0])
+    other = prediction_row("TRITON_FLASH_ATTENTION", cell, "", samples=[60.0], needs_us={})
     # Rows that are no prediction, have no parts of the time, or are of no version file.
-    recorded.rows += [agreement, what_if, other]
+    recorded.rows += [agreement, time_only, other]
     assert _predicted(kernel, "h200", shape, files, makes=True) is recorded.rows[0]

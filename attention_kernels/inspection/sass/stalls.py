@@ -1,4 +1,4 @@
-"""Why each warp of a simulated multiprocessor does not issue: by instruction, reason and cause.
+"""Why warps of a simulated multiprocessor do not issue: by instruction, reason and cause.
 
 Reasons are Nsight Compute's (`smsp__pcsamp_warps_issue_stalled_*`). As in its samples, a stall
 belongs to the instruction that the warp issues next. After a barrier, or an instruction that waits
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import msgspec
 
 SELECTED = "selected"
 NOT_SELECTED = "not selected"
@@ -38,22 +40,19 @@ class Watch:
 
     def __init__(self) -> None:
         self.cycles: defaultdict[Stall, float] = defaultdict(float)
+        self.copies: dict[int, int] = {}
+        """The last asynchronous copy of each warp."""
         self._until: defaultdict[int, float] = defaultdict(float)
-        self._spans: defaultdict[int, list[tuple[float, tuple[int, str, int]]]] = defaultdict(list)
         self._producers: dict[tuple[int, int], tuple[float, int, bool]] = {}
-        self._copies: dict[int, int] = {}
 
     def add(
         self, warp: int, until: float, index: int, reason: str, cause: int | None = None
     ) -> None:
         """Record what a warp does from the end of its last record until a time."""
         if until > self._until[warp]:
+            stall = Stall(index, reason, index if cause is None else cause)
+            self.cycles[stall] += until - self._until[warp]
             self._until[warp] = until
-            stall = index, reason, index if cause is None else cause
-            spans = self._spans[warp]
-            if spans and spans[-1][1] == stall:
-                spans.pop()
-            spans.append((until, stall))
 
     def issue(self, warp: int, now: float, index: int) -> None:
         """Record that a warp issues an instruction."""
@@ -73,21 +72,56 @@ class Watch:
             when, cause, is_global = max(found)
             self.add(warp, when, index, LONG if is_global else SHORT, cause)
 
-    def copies(self, warp: int, index: int) -> None:
-        """Record an asynchronous copy."""
-        self._copies[warp] = index
 
-    def arrive(self, warp: int, when: float, index: int) -> None:
-        """Record that asynchronous copies are awaited before an instruction."""
-        self.add(warp, when, index, LONG, self._copies[warp])
+class StalledInstruction(msgspec.Struct, frozen=True, array_like=True):
+    """The stalls of one machine instruction."""
 
-    def close(self, warp: int, end: float, index: int, reason: str) -> None:
-        """Record what a warp does until the end, and sum its cycles up to then."""
-        self.add(warp, end, index, reason)
-        since = 0.0
-        for until, stall in self._spans.pop(warp):
-            self.cycles[Stall(*stall)] += max(0.0, min(until, end) - since)
-            since = until
+    kernel: int
+    """Its kernel's index in Stalls.kernels."""
+    address: int
+    """Its offset in the kernel in bytes."""
+    text: str
+    share: float
+    """Share of the call's stall cycles."""
+    reason: str
+    """The main reason."""
+
+
+class StalledLine(msgspec.Struct, frozen=True):
+    """The stalls of one source line; line 0 has the instructions without a line."""
+
+    line: int
+    share: float
+    """Share of the call's stall cycles."""
+    reasons: dict[str, float]
+    """Shares of the line's stalls, the largest first."""
+    through: list[int]
+    """The inlined lines that stall most, if the line calls a function."""
+    waits_for: dict[int, float]
+    """Shares of the line's stalls, by the line whose result is awaited."""
+    instructions: list[StalledInstruction]
+    """The instructions that stall most, in order."""
+    others: int
+    """Number of the line's other instructions that stall."""
+    source: str = ""
+
+
+class Stalls(msgspec.Struct, frozen=True):
+    """Why a call's warps do not issue, by source line."""
+
+    gpu: str
+    time_us: float
+    issuing: float
+    """Share of the warps' cycles in which they issue; they stall in the others."""
+    reasons: dict[str, float]
+    """Shares of the stall cycles by reason, the largest first."""
+    kernels: list[str]
+    lines: list[StalledLine]
+    """Lines with stalls, the worst first."""
+
+    def us(self, share: float) -> float:
+        """Return the part of the predicted time that warps spend in a share of the stalls."""
+        return share * (1 - self.issuing) * self.time_us
 
 
 def after(base: str) -> str:

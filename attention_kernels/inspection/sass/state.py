@@ -17,9 +17,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from attention_kernels.inspection.sass import Instruction, SassError, consecutive
+from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
 
-WARP = 32
 WARPGROUP = 4  # warps
 STORES = ("STG", "ST", "RED", "REDG", "STL")  # instructions that write to global or local memory
 # One register in every lane. It holds 32 bits; sums and products have room for carries.
@@ -136,9 +136,7 @@ class Blocks:
         self.shared_end = 0  # bytes of shared memory up to the highest address accessed
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
-        self.fewest: Counter[int] = Counter()
-        """Most wavefronts of a request if it had no bank conflict, by instruction."""
-        self._wavefronts: dict[tuple[int, bool, bytes], tuple[int, int]] = {}
+        self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
         self.synchronization = Synchronization(self.lanes)
 
     # ---- Operands --------------------------------------------------------------------------------
@@ -229,13 +227,11 @@ class Blocks:
         relative = np.where(active, by_warp - (first & ~127), LOW)
         patterns, row = relative.tobytes(), relative.itemsize * WARP
         found = np.zeros(len(relative), np.int64)
-        index = self.issued[-1].index
         for warp in np.flatnonzero(active.any(1)).tolist():
             key = size, merges, patterns[warp * row : (warp + 1) * row]
             if key not in self._wavefronts:
                 self._wavefronts[key] = _wavefronts(relative[warp], size, merges)
-            found[warp], fewest = self._wavefronts[key]
-            self.fewest[index] = max(self.fewest[index], fewest)
+            found[warp] = self._wavefronts[key]
         self.issued[-1].wavefronts = found
 
     def request_global(self, addresses: Values, one: Instruction) -> None:
@@ -262,11 +258,11 @@ class Blocks:
         self.issued[-1].lines, self.issued[-1].misses = lines, misses
 
 
-def _wavefronts(relative: Values, size: int, merges: bool) -> tuple[int, int]:
-    """Return the wavefronts of a request, and how many they would be without bank conflicts."""
+def _wavefronts(relative: Values, size: int, merges: bool) -> int:
+    """Return the wavefronts of a request."""
     lanes = [(lane, int(at)) for lane, at in enumerate(relative) if at != LOW]
     group = WARP if size <= 4 else max(1, 128 // size)
-    total = fewest = first = 0
+    total = first = 0
     while first < WARP:
         width = group
         if merges and 2 * group <= WARP and first % (2 * group) == 0:
@@ -281,9 +277,8 @@ def _wavefronts(relative: Values, size: int, merges: bool) -> tuple[int, int]:
         }
         banks = Counter(word % 32 for word in words)
         total += max(banks.values(), default=0)
-        fewest += bool(banks)
         first += width
-    return total, fewest
+    return total
 
 
 @functools.cache

@@ -11,8 +11,9 @@ import struct
 
 import numpy as np
 
-from attention_kernels.inspection.blocks import LOW, WARP, Blocks, Event, Mbarrier, Numbered
-from attention_kernels.inspection.sass import Instruction, SassError, consecutive
+from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
+from attention_kernels.inspection.sass.state import LOW, Blocks, Event, Mbarrier, Numbered
 
 # The constant at 0x198 is the address of constant bank 0 from 0x210 on, where nvcc's code looks for
 # tensor maps. Here it is far from all tensors.
@@ -89,7 +90,6 @@ def copy_tile(blocks: Blocks, one: Instruction) -> None:
         else:
             size, rows = _box(blocks, one, lane)
         issue.wavefronts[warp] = -(-size // 128)
-        blocks.fewest[issue.index] = max(blocks.fewest[issue.index], -(-size // 128))
         for address, count in rows:
             sectors = (address + count + 31 >> 5) - (address >> 5)
             issue.misses[warp] += sectors

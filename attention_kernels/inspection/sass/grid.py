@@ -7,13 +7,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection.blocks import Blocks
 from attention_kernels.inspection.launches import Launch, Triple
-from attention_kernels.inspection.multiprocessor import Work, counts_of, work_of
-from attention_kernels.inspection.program import Program, run_blocks
+from attention_kernels.inspection.sass.multiprocessor import Work, counts_of, work_of
+from attention_kernels.inspection.sass.program import Program, run_blocks
+from attention_kernels.inspection.sass.state import Blocks
 
 _SAMPLED = 8  # blocks executed if the work of the others can be interpolated
 _SPREAD = 128  # blocks executed otherwise
@@ -43,8 +43,6 @@ class Line:
     """Indices of the instructions that were executed."""
     shared_end: int = 0
     """Bytes of shared memory up to the highest address that a block accesses."""
-    fewest: Counter[int] = field(default_factory=Counter)
-    """Most wavefronts of a request if it had no bank conflict, by instruction."""
 
     def value(self, position: int, of: str) -> float:
         """Return a count at a position, on the line through the two nearest samples.
@@ -147,7 +145,6 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
         first,
         executed,
         blocks.shared_end,
-        blocks.fewest,
     )
 
 

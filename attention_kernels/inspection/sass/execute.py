@@ -15,9 +15,15 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from attention_kernels.inspection import asynchronous
-from attention_kernels.inspection.blocks import LOW, WARP, Blocks, Issue, Mask, Values
-from attention_kernels.inspection.sass import IS_PREDICATE, Instruction, SassError, consecutive
+from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.sass import asynchronous
+from attention_kernels.inspection.sass.decode import (
+    IS_PREDICATE,
+    Instruction,
+    SassError,
+    consecutive,
+)
+from attention_kernels.inspection.sass.state import LOW, Blocks, Issue, Mask, Values
 
 _INSTRUCTION_BYTES = 16
 _CONTROL = ("BRA", "CALL", "RET", "EXIT", "BAR")

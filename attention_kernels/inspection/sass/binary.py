@@ -1,4 +1,4 @@
-"""Predict a kernel of any CUDA source file or binary, given its launch.
+"""Read a kernel of any CUDA source file or binary, given its launch.
 
 cuobjdump takes the machine code for the GPU out of an executable or a library; it says, too, which
 registers, shared memory and parameters a kernel has. Arguments have no types: the binary knows how
@@ -7,32 +7,25 @@ many bytes each parameter has.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import struct
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from attention_kernels.errors import AttentionError
-from attention_kernels.inspection import explain, predict, sass
-from attention_kernels.inspection.explain import Explanation
-from attention_kernels.inspection.gpus import GpuModel
 from attention_kernels.inspection.launches import Launch, Triple
-from attention_kernels.inspection.predict import Case, LaunchModel, Prediction
-from attention_kernels.inspection.program import Program, find_disassembler
 from attention_kernels.inspection.resources import LIMITS, Compiled
+from attention_kernels.inspection.sass import decode
+from attention_kernels.inspection.sass.gpus import GpuModel
+from attention_kernels.inspection.sass.program import CUBIN, Program, find_disassembler
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 
-CUBIN = "kernel.cubin"
 _EM_CUDA = 190  # the machine in the ELF header of a cubin
 _MAX_NAMES = 10  # kernels listed in a message
 # Bytes per element of the buffers in arguments.
 _ELEMENT = re.compile(r"(?:i|u|f|bf)(8|16|32|64)\[(\d+)\]")
-_CASE = Case(0, 0, 0, 0, is_causal=False)  # the shape of a call is unknown
 # Buffers start at 8, 9, ... terabytes, so that they are told apart; those below are the ladders'.
 _FIRST_BUFFER, _BUFFER_BITS = 8, 40
 
@@ -57,8 +50,6 @@ class Request:
     """Bytes of dynamic shared memory; None for as many as the kernel accesses."""
     arguments: Sequence[str] = ()
     """One text per parameter; see pack()."""
-    min_bytes: int = 0
-    """Bytes that have to pass through memory, besides those of buffers in the arguments."""
 
 
 @dataclass(frozen=True)
@@ -69,77 +60,30 @@ class Parameter:
     size: int
 
 
-Reader: TypeAlias = Callable[[Request, GpuModel, Path], tuple[Program, Launch, int]]
-"""A function like read()."""
-
-
-def extract(request: Request, gpu: GpuModel, folder: Path) -> str:
-    """Write the cubin with a kernel to a folder, as CUBIN; return the kernel's mangled name.
-
-    Raises BinaryError for a file without such a kernel for the GPU, and BuildError if a program
-    fails or is missing.
-    """
-    if not request.path.is_file():
-        raise BinaryError(request.path.name, f"there is no file {request.path}")
-    cubin = folder / CUBIN
-    if request.path.suffix != ".cu" and not _is_cubin(request.path):
-        return _extract(request, gpu.arch, folder)
-    if request.path.suffix == ".cu":
-        _compile(request.path, gpu.arch, cubin)
-    else:
-        cubin.write_bytes(request.path.read_bytes())
-    return _choose(request, _symbols(cubin))
-
-
 def read(request: Request, gpu: GpuModel, folder: Path) -> tuple[Program, Launch, int]:
     """Return a kernel's machine code, its launch, and the bytes of its buffers.
 
-    Leaves its cubin in the folder as CUBIN. Raises the errors of extract(), and BinaryError for
-    arguments that do not fit the kernel.
+    Writes its cubin to the folder, as CUBIN. Raises BinaryError for a file without such a kernel
+    for the GPU and for arguments that do not fit it, and BuildError if a program fails or is
+    missing.
     """
-    symbol = extract(request, gpu, folder)
-    program, parameters = load(folder / CUBIN, symbol, gpu, request.path)
-    packed, size = pack(request.arguments, parameters, request.path.name)
+    path, cubin = request.path, folder / CUBIN
+    if not path.is_file():
+        raise BinaryError(path.name, f"there is no file {path}")
+    if path.suffix == ".cu":
+        _compile(path, gpu.arch, cubin)
+    elif _is_cubin(path):
+        cubin.write_bytes(path.read_bytes())
+    else:
+        _extract(request, gpu.arch, folder)
+    symbol = _choose(request, _symbols(cubin))
+    program, parameters = _load(cubin, symbol, gpu, path)
+    packed, size = pack(request.arguments, parameters, path.name)
     dynamic = request.dynamic_smem or 0
-    launch = Launch(0, symbol, symbol, request.grid, request.block, dynamic, packed)
-    return program, launch, size
+    return program, Launch(0, symbol, symbol, request.grid, request.block, dynamic, packed), size
 
 
-def predict_kernel(request: Request, gpu: GpuModel, reader: Reader = read) -> Prediction:
-    """Predict a launch; raises the errors of the reader, UnsupportedError, and SassError."""
-    with tempfile.TemporaryDirectory() as folder:
-        _, model, assumed = _model(request, gpu, reader, Path(folder))
-    return _named(predict.time_of(model), assumed)
-
-
-def explain_kernel(request: Request, gpu: GpuModel, reader: Reader = read) -> Explanation:
-    """Predict and explain a launch; raises the errors of predict_kernel()."""
-    with tempfile.TemporaryDirectory() as folder:
-        program, model, assumed = _model(request, gpu, reader, Path(folder))
-        explained = explain.explain_launch(program, model, _CASE, Path(folder) / CUBIN)
-    return dataclasses.replace(explained, prediction=_named(explained.prediction, assumed))
-
-
-def _named(found: Prediction, assumed: Sequence[str]) -> Prediction:
-    return dataclasses.replace(found, assumed=(*found.assumed, *assumed))
-
-
-def _model(
-    request: Request, gpu: GpuModel, reader: Reader, folder: Path
-) -> tuple[Program, LaunchModel, list[str]]:
-    """Execute some blocks of a launch; return what was assumed of its memory, too."""
-    program, launch, size = reader(request, gpu, folder)
-    size += request.min_bytes
-    model = predict.model_of(program, launch, size)
-    assumed = [] if size else ["memory is fast enough: no argument has a buffer's size"]
-    dynamic = model.line.shared_end - _reserved_first(gpu) - model.shared
-    if request.dynamic_smem is None and dynamic > 0:
-        model = model.with_shared(dynamic)
-        assumed.append(f"{dynamic} bytes of dynamic shared memory: the kernel accesses no more")
-    return program, model, assumed
-
-
-def load(cubin: Path, symbol: str, gpu: GpuModel, path: Path) -> tuple[Program, list[Parameter]]:
+def _load(cubin: Path, symbol: str, gpu: GpuModel, path: Path) -> tuple[Program, list[Parameter]]:
     """Return the machine code of a kernel in a cubin, and its parameters."""
     cuobjdump = find_disassembler()
     listed = compilers.output_of([cuobjdump, "-sass", "-fun", symbol, str(cubin)])
@@ -147,18 +91,18 @@ def load(cubin: Path, symbol: str, gpu: GpuModel, path: Path) -> tuple[Program, 
     if arch and not _runs_on(arch[1], gpu.arch):
         reason = f"its machine code is for sm_{arch[1]}, and {gpu.name} is sm_{gpu.arch}"
         raise BinaryError(path.name, reason)
-    code = {symbol: sass.parse(listed)[symbol]}
+    code = {symbol: decode.parse(listed)[symbol]}
     usage = compilers.output_of([cuobjdump, "-res-usage", str(cubin)])
     found = re.search(rf"Function {re.escape(symbol)}:\s+REG:(\d+).*?SHARED:(\d+)", usage)
     assert found is not None
     registers, shared = map(int, found.groups())
-    static = max(0, shared - _reserved_first(gpu))
+    static = max(0, shared - reserved_first(gpu))
     compiled = {symbol: Compiled(registers, 0, 0, static)}
     elf = compilers.output_of([cuobjdump, "-elf", "-fun", symbol, str(cubin)])
     return Program(path, path.stem, gpu, code, compiled), _parameters(elf, symbol)
 
 
-def _reserved_first(gpu: GpuModel) -> int:
+def reserved_first(gpu: GpuModel) -> int:
     """Return the bytes of shared memory that are reserved before a block's own.
 
     From sm_90 on, they are part of its addresses and of the size that cuobjdump lists.
@@ -198,10 +142,9 @@ def _runs_on(arch: str, gpu: str) -> bool:
     return int(arch) // 10 == int(gpu) // 10 and int(arch) <= int(gpu)
 
 
-def _symbols(path: Path, *options: str) -> list[str]:
-    """Return the mangled names of the kernels in a file."""
-    command = [find_disassembler(), *options, "-symbols", str(path)]
-    return _kernels(compilers.output_of(command))
+def _symbols(path: Path) -> list[str]:
+    """Return the mangled names of the kernels in a cubin."""
+    return _kernels(compilers.output_of([find_disassembler(), "-symbols", str(path)]))
 
 
 def _kernels(listing: str) -> list[str]:
@@ -223,8 +166,8 @@ def _choose(request: Request, symbols: Sequence[str]) -> str:
     )
 
 
-def _extract(request: Request, arch: str, folder: Path) -> str:
-    """Extract the cubin with the requested kernel from a library; return the kernel's symbol.
+def _extract(request: Request, arch: str, folder: Path) -> None:
+    """Extract the cubin with the requested kernel from a library.
 
     cuobjdump lists the symbols of each cubin of an architecture, and the names of all cubins, in
     the same order.
@@ -244,7 +187,6 @@ def _extract(request: Request, arch: str, folder: Path) -> str:
     name = next(name for name, part in zip(names, parts, strict=True) if symbol in part)
     compilers.output_of([cuobjdump, "-xelf", name, path], str(folder))
     (folder / name).rename(folder / CUBIN)
-    return symbol
 
 
 # ---- Arguments -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Compile a kernel for a GPU, and execute blocks of its launches: the basis of a prediction."""
+"""Compile a version for a GPU, and execute blocks of its launches: the basis of a prediction."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attention_kernels.inspection import execution, launches, sass
-from attention_kernels.inspection.asynchronous import with_bank_pointer
-from attention_kernels.inspection.blocks import Blocks
-from attention_kernels.inspection.gpus import GpuModel
+from attention_kernels.inspection import launches
 from attention_kernels.inspection.launches import Launch, Triple
 from attention_kernels.inspection.resources import Compiled, compile_version
-from attention_kernels.inspection.sass import Instruction
+from attention_kernels.inspection.sass import decode, execute
+from attention_kernels.inspection.sass.asynchronous import with_bank_pointer
+from attention_kernels.inspection.sass.decode import Instruction
+from attention_kernels.inspection.sass.gpus import GpuModel
+from attention_kernels.inspection.sass.state import Blocks
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
@@ -26,6 +27,8 @@ _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 # Offset of the parameters in constant bank 0, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
 _CLUSTER = 0x140  # of the word that tells whether a kernel was launched in clusters
+CUBIN = "kernel.cubin"
+"""Name of the file in which a kernel's machine code lies in a folder."""
 _MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
 
 
@@ -94,9 +97,9 @@ def compile_program(
 ) -> VersionProgram:
     """Compile a version to kernel.cubin in a folder, with additional flags for nvcc."""
     compiled = compile_version(version, gpu.arch, folder, *flags)
-    text = compilers.output_of([find_disassembler(), "-sass", str(folder / "kernel.cubin")])
+    text = compilers.output_of([find_disassembler(), "-sass", str(folder / CUBIN)])
     recorder = launches.build_recorder(version)
-    code = sass.parse(text)
+    code = decode.parse(text)
     program = version.path, version.label, gpu, code, compiled, True
     return VersionProgram(*program, version=version, recorder=recorder)
 
@@ -112,5 +115,5 @@ def run_blocks(program: Program, launch: Launch, indices: Sequence[Triple]) -> B
         constants = constants[:_CLUSTER] + b"\1" + constants[_CLUSTER + 1 :]
     words = dict(launch.words)
     blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices, words)
-    execution.run(blocks, _MAX_ISSUED)
+    execute.run(blocks, _MAX_ISSUED)
     return blocks

@@ -16,13 +16,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from attention_kernels.inspection import stalls
-from attention_kernels.inspection.asynchronous import is_numbered
-from attention_kernels.inspection.blocks import STORES, WARP, WARPGROUP, Blocks
-from attention_kernels.inspection.events import Events, Pending, events_of
-from attention_kernels.inspection.gpus import GpuModel
-from attention_kernels.inspection.sass import Instruction
-from attention_kernels.inspection.stalls import Watch
+from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.sass import stalls
+from attention_kernels.inspection.sass.asynchronous import is_numbered
+from attention_kernels.inspection.sass.decode import Instruction
+from attention_kernels.inspection.sass.events import Events, Pending, events_of
+from attention_kernels.inspection.sass.gpus import GpuModel
+from attention_kernels.inspection.sass.stalls import Watch
+from attention_kernels.inspection.sass.state import STORES, WARPGROUP, Blocks
 
 # Latencies in cycles, as scripts/probe.cu measured them on an H200; that of constants is an
 # estimate.
@@ -175,12 +176,9 @@ def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
 class Fetch:
     """The instruction caches of the schedulers, which drop the least recently used line."""
 
-    def __init__(self, lines: Collection[int], *, is_cold: bool) -> None:
-        """lines: those of all warps; if they fit, they are there from an earlier launch.
-
-        is_cold: other kernels have run since.
-        """
-        self._fits = len(lines) <= _SETS * _WAYS and not is_cold
+    def __init__(self, lines: Collection[int]) -> None:
+        """lines: those of all warps; if they fit, they are there from an earlier launch."""
+        self._fits = len(lines) <= _SETS * _WAYS
         self._arrivals: list[defaultdict[int, dict[int, float]]] = [
             defaultdict(dict) for _ in range(SCHEDULERS)
         ]
@@ -207,15 +205,9 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     miss_latency: float,
     most: float = math.inf,
     watch: Watch | None = None,
-    starts: Sequence[int] = (),
-    is_cold: bool = False,
-    sharing: float = 0,
 ) -> tuple[float, list[int]]:
     """Return the cycles in which one multiprocessor executes some blocks, and how many instructions
-    each of them executes. watch: records why each warp does not issue. starts: where each warp
-    begins, as if it had just executed the instructions before, and their results had arrived.
-    is_cold: whether the instruction caches have only lines of other kernels.
-    sharing: cycles until L2 has answered all multiprocessors that ask for the same line at once.
+    each of them executes. watch: records why each warp does not issue, until all have ended.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
     otherwise from the oldest that is.
@@ -235,7 +227,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     running = [0] * len(works)
     arrived: list[list[int]] = [[] for _ in works]
     opens = [0.0] * len(works)  # when each block's barrier opens
-    at = [*starts] or [0] * len(streams)
+    at = [0] * len(streams)
     if most < sum(work.instructions for work in works):  # each block starts at another point
         # A block that waits for copies begins with a long wait, which is not part of the pace.
         first = 1 if works[0].events.needs else 0
@@ -267,7 +259,7 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             running[owner[warp]] += 1
             pending[warp % SCHEDULERS].append((0.0, warp))
     lines_of_code = {index // _LINE for stream in streams for index, *_ in stream}
-    fetch = Fetch(lines_of_code, is_cold=is_cold)
+    fetch = Fetch(lines_of_code)
     free = [0.0] * SCHEDULERS
     ports = [0.0] * SCHEDULERS  # when each has handed over its last request to shared memory
     last = [-1] * SCHEDULERS
@@ -401,13 +393,13 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 done = begin + cost
             elif misses:
                 l2 = max(l2, begin) + misses * SECTOR / l2_rate
-                done = max(begin + sharing, l2) + miss_latency
+                done = max(begin, l2) + miss_latency
             else:
                 done = begin + cost + gpu.l1_latency
             if one.base == "LDGSTS":
                 groups[warp].append(done)
                 if watch:
-                    watch.copies(warp, index)
+                    watch.copies[warp] = index
         elif pipe == "tile":
             l2 = max(l2, now) + misses * SECTOR / l2_rate
             done = l2 + (miss_latency if misses else gpu.l1_latency)
@@ -422,7 +414,8 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
             groups[warp].clear()
             if watch:
                 behind = min(at[warp] + 1, len(streams[warp]) - 1)
-                watch.arrive(warp, next_at, streams[warp][behind][0])
+                next_up = streams[warp][behind][0]
+                watch.add(warp, next_at, next_up, stalls.LONG, watch.copies[warp])
         elif one.base == "UCGABAR_ARV":
             clusters[warp] = now + _CLUSTER
             next_at = max(next_at, now + _CLUSTER_ARRIVAL)
@@ -467,16 +460,11 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 wake(other, opens[number] + _BARRIER)
             arrived[number].clear()
     if watch:
-        until = end if left > 0 else now + 1
         for warp, stream in enumerate(streams):
-            if at[warp] < len(stream):
-                state = events[owner[warp]]
-                awaited_now = itertools.chain.from_iterable(state.waiting.values())
-                if warp in arrived[owner[warp]] or warp in (one for one, _ in awaited_now):
-                    waiting, next_up = stream[at[warp] - 1][0], stream[at[warp]][0]
-                    reason = stalls.awaiting(code[waiting].base)
-                    watch.add(warp, until, next_up, reason, waiting)
-                watch.close(warp, until, stream[at[warp]][0], stalls.NOT_SELECTED)
-            elif stream:
-                watch.close(warp, until, stream[-1][0], stalls.EXITED)
+            latest = stream[at[warp] - 1][0]
+            if at[warp] < len(stream):  # part of what it waits for is missing
+                reason = stalls.awaiting(code[latest].base)
+                watch.add(warp, end, stream[at[warp]][0], reason, latest)
+            else:
+                watch.add(warp, end, latest, stalls.EXITED)
     return end, issued

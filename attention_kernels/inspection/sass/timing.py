@@ -1,9 +1,7 @@
-"""Predict how long a kernel takes on a GPU, and what limits it, without running it there.
+"""Time a launch: the cycles of one multiprocessor with its blocks, then the grid on all of them.
 
-sass.py executes nvcc's machine code and returns the instructions of each warp, with their
-wavefronts and sectors. A model of one multiprocessor issues them cycle by cycle, with the stalls
-and scoreboards that nvcc encoded in them; then the blocks of the grid are assigned to
-multiprocessors as these become free. docs/prediction.md says what is left out.
+The blocks of the grid are assigned to multiprocessors as these become free. docs/prediction.md says
+what is left out.
 """
 
 from __future__ import annotations
@@ -12,30 +10,26 @@ import dataclasses
 import functools
 import heapq
 import itertools
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection import execution, launches
-from attention_kernels.inspection.blocks import WARP
-from attention_kernels.inspection.gpus import GpuModel
-from attention_kernels.inspection.grid import Line, line_of
-from attention_kernels.inspection.launches import Launch
-from attention_kernels.inspection.multiprocessor import (
+from attention_kernels.inspection.launches import WARP, Launch
+from attention_kernels.inspection.resources import resident_blocks
+from attention_kernels.inspection.sass import execute
+from attention_kernels.inspection.sass.decode import Instruction
+from attention_kernels.inspection.sass.gpus import GpuModel
+from attention_kernels.inspection.sass.grid import Line, line_of
+from attention_kernels.inspection.sass.multiprocessor import (
     SCHEDULERS,
     SECTOR,
     Work,
     cycles_of,
 )
-from attention_kernels.inspection.program import Program, VersionProgram, compile_program
-from attention_kernels.inspection.resources import resident_blocks
-from attention_kernels.inspection.sass import Instruction
-from attention_kernels.inspection.stalls import Watch
-from attention_kernels.ladder.header import VersionHeader
+from attention_kernels.inspection.sass.program import Program
+from attention_kernels.inspection.sass.stalls import Stalls, Watch
 
 _MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
 _MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
@@ -66,8 +60,8 @@ class Prediction:
     store_wavefronts: int
     assumed: tuple[str, ...] = ()
     """What was assumed for lack of data, such as the meaning of an instruction."""
-    choice: str = ""
-    """The meta-parameters that an autotuner would choose."""
+    stalls: Stalls | None = None
+    """What warps wait for, by source line, if that was asked for."""
 
     @property
     def bound(self) -> str:
@@ -336,74 +330,12 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
         store_wavefronts=round(total["stores"]),
         assumed=tuple(
             f"{name} is integer arithmetic with the result 0"
-            for name in execution.assumed([code[at] for at in sorted(line.executed)])
+            for name in execute.assumed([code[at] for at in sorted(line.executed)])
         ),
     )
 
 
-def predict(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> list[Prediction]:
-    """Predict one call of a version in each case, in the version's first dtype.
-
-    cases: they differ only in length. Raises UnsupportedError for a version or a case that cannot
-    be predicted, BuildError if a compiler is missing or the version does not compile, and SassError
-    for an unknown instruction.
-    """
-    version = checked(version, gpu, cases)
-    with tempfile.TemporaryDirectory() as folder:
-        program = compile_program(version, gpu, Path(folder))
-        return [
-            sum_of([(count, time_of(model)) for count, model in models_of(program, case)], case)
-            for case in cases
-        ]
-
-
-class Case(NamedTuple):
-    """The shape of a call."""
-
-    batch: int
-    seqlen: int
-    """For a decode kernel, the length of the cache, which all rows fill."""
-    num_heads: int
-    head_dim: int
-    is_causal: bool
-
-
-def checked(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> VersionHeader:
-    """Return a version in its first dtype; raise UnsupportedError with every reason against it.
-
-    cases: they differ only in length.
-    """
-    batch, _, num_heads, head_dim, _ = cases[0]
-    reasons = launches.case_faults(
-        version,
-        seqlens=[case.seqlen for case in cases],
-        head_dim=head_dim,
-        batch=batch,
-        num_heads=num_heads,
-        may_decode=True,
-    )
-    if version.needs and not version.compiles_for(gpu.arch):
-        needed = "".join(map(str, version.needs)) + "a" * version.needs_exactly
-        reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
-    if reasons:
-        raise UnsupportedError(version.path.name, reasons)
-    return version.builds()[0]
-
-
-def models_of(program: VersionProgram, case: Case) -> list[tuple[int, LaunchModel]]:
-    """Execute some blocks of each launch of a call; return how often each launch occurs, too."""
-    batch, seqlen, num_heads, head_dim, is_causal = case
-    counted = program.launches((batch, seqlen, num_heads, int(is_causal)), head_dim)
-    item = {"float32": 4, "float64": 8}.get(program.version.dtype, 2)
-    rows = 2 * seqlen + 2 if program.version.role == "decode" else 4 * seqlen
-    min_bytes = 1.0 * batch * rows * num_heads * head_dim * item
-    return [
-        (count, model_of(program, launch, min_bytes / counted.total()))
-        for launch, count in counted.items()
-    ]
-
-
-def sum_of(each: Sequence[tuple[int, Prediction]], case: Case) -> Prediction:
+def sum_of(each: Sequence[tuple[int, Prediction]], seqlen: int) -> Prediction:
     """Add up the predictions of a call's launches, given how often each occurs."""
     first = each[0][1]
     needs = {
@@ -412,7 +344,7 @@ def sum_of(each: Sequence[tuple[int, Prediction]], case: Case) -> Prediction:
     added: dict[str, Any] = {
         field.name: sum(count * getattr(one, field.name) for count, one in each)
         for field in dataclasses.fields(Prediction)
-        if field.name not in ("version", "gpu", "seqlen", "needs_us", "assumed", "choice")
+        if field.name not in ("version", "gpu", "seqlen", "needs_us", "assumed", "stalls")
     }
     assumed = tuple(dict.fromkeys(itertools.chain(*(one.assumed for _, one in each))))
-    return dataclasses.replace(first, seqlen=case.seqlen, needs_us=needs, assumed=assumed, **added)
+    return dataclasses.replace(first, seqlen=seqlen, needs_us=needs, assumed=assumed, **added)

@@ -6,11 +6,12 @@ import struct
 
 import pytest
 
-from attention_kernels.inspection import binary
-from attention_kernels.inspection.binary import BinaryError, Parameter, Request
-from attention_kernels.inspection.gpus import gpus
+from attention_kernels.inspection.sass import binary
+from attention_kernels.inspection.sass.binary import BinaryError, Parameter, Request
+from attention_kernels.inspection.sass.gpus import gpus
+from attention_kernels.inspection.sass.predict import predict_kernel
 from attention_kernels.ladder import compilers
-from tests.attention_kernels.inspection.test_predict import needs_cuda_programs
+from tests.attention_kernels.inspection.sass.test_predict import needs_cuda_programs
 
 H200 = gpus()["h200"]
 TERABYTE = 2**40
@@ -107,12 +108,12 @@ def test_a_kernel_of_a_library_is_predicted_as_that_of_its_source(tmp_path):
     flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90)]
     nvcc = str(compilers.find_nvcc())
     compilers.output_of([nvcc, *flags, str(source), "-o", str(library)])
-    free, conflicts = (binary.predict_kernel(request(library, f"Li{n}E"), H200) for n in (1, 32))
+    free, conflicts = (predict_kernel(request(library, f"Li{n}E"), H200) for n in (1, 32))
     assert conflicts.load_wavefronts == 32 * free.load_wavefronts
     # Blocks along the first axis do more and more rows, those along the second the same.
     assert free.store_wavefronts == 3 * sum(range(1, 65))
-    explained = binary.explain_kernel(request(source, "Li32E"), H200)
-    assert explained.prediction.load_wavefronts == conflicts.load_wavefronts
-    assert explained.lines[0].source.startswith(("sX[", "y[row"))
+    explained = predict_kernel(request(source, "Li32E"), H200, lines=True)
+    assert explained.load_wavefronts == conflicts.load_wavefronts
+    assert explained.stalls.lines[0].source.startswith(("sX[", "y[row"))
     with pytest.raises(BinaryError, match="machine code for sm_80, sm_90, not for sm_75"):
-        binary.predict_kernel(request(library, "Li1E"), gpus()["t4"])
+        predict_kernel(request(library, "Li1E"), gpus()["t4"])

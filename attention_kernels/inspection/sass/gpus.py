@@ -35,21 +35,6 @@ class GpuModel:
     l2_bytes_per_cycle: float
     memory_gb_s: float
     launch_us: float
-    fresh_latency: int = 0
-    """Cycles of a load from L2 of what other multiprocessors have just stored."""
-    line_cycles: float = 0.0
-    """Cycles in which L2 answers one of the blocks that ask for the same line at once."""
-    copy_latency: int = 0
-    """Cycles until the last of the copies by all blocks has arrived, beyond those that the bytes
-    take at full bandwidth."""
-    early_start_us: float = 0.0
-    """With early launches: how long after the previous kernel allows it a kernel starts."""
-    early_room_us: float = 0.0
-    """How long the blocks of an allowed kernel take to start once there is room for them."""
-    early_wait_us: float = 0.0
-    """How long after the end of a kernel the next one, which was launched early, can go on."""
-    graph_us: float = 0.0
-    """How long after the end of a graph the first kernel of the next one starts."""
 
     def clock_at(self, busy: float) -> float:
         """Return the clock in GHz, given the share of the time with products of warpgroups."""

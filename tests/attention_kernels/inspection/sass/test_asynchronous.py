@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels.inspection import execution, multiprocessor, sass, stalls
-from attention_kernels.inspection.asynchronous import with_bank_pointer
-from attention_kernels.inspection.blocks import Blocks
-from attention_kernels.inspection.gpus import gpus
-from attention_kernels.inspection.sass import SassError
-from attention_kernels.inspection.stalls import Watch
+from attention_kernels.inspection.sass import decode, execute, multiprocessor, stalls
+from attention_kernels.inspection.sass.asynchronous import with_bank_pointer
+from attention_kernels.inspection.sass.decode import SassError
+from attention_kernels.inspection.sass.gpus import gpus
+from attention_kernels.inspection.sass.stalls import Watch
+from attention_kernels.inspection.sass.state import Blocks
 
 H200 = gpus()["h200"]
-TEXT = (Path(__file__).parent / "sass" / "warpgroups_sm_90a.sass").read_text("utf-8")
+TEXT = (Path(__file__).parent / "warpgroups_sm_90a.sass").read_text("utf-8")
 TILES, WARPS = 5, 12
 TENSOR, ROW, OUT = 1 << 40, 2 << 40, 4 << 40
 PRODUCT_CYCLES = 32  # 64 x 64 x 16 at 4,096 FLOP per cycle
@@ -30,9 +30,9 @@ def executed(text: str = TEXT, *, rows: int = 1 << 20) -> Blocks:
     given = tensor + struct.pack("<QQi", ROW, OUT, TILES)
     constants = struct.pack("<III", 32 * WARPS, 1, 1).ljust(0x280, b"\0") + given
     blocks = Blocks(
-        sass.parse(text)["kernel"], with_bank_pointer(constants), (32 * WARPS, 1, 1), [(0, 0, 0)]
+        decode.parse(text)["kernel"], with_bank_pointer(constants), (32 * WARPS, 1, 1), [(0, 0, 0)]
     )
-    execution.run(blocks, 100_000)
+    execute.run(blocks, 100_000)
     return blocks
 
 

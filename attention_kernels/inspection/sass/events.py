@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from attention_kernels.inspection.blocks import WARPGROUP, Blocks, Event, Issue
+from attention_kernels.inspection.sass.state import WARPGROUP, Blocks, Event, Issue
 
 
 @dataclass
