@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -529,4 +530,5 @@ import torch
 from {__name__} import repeat_steps
 repeat_steps(torch.bfloat16, [torch.cuda.Stream() for _ in range(2)], 10_000)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=180)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=180)
