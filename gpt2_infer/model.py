@@ -34,9 +34,8 @@ from gpt2_infer.checkpoint import (
     resolve_device,
     resolve_dtype,
 )
-from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config, ProductsName
-from gpt2_infer.errors import ConfigError, RequestError
+from gpt2_infer.errors import ConfigError, RequestError, check_integer, check_type
 from gpt2_infer.linear import (
     Linear,
     project,

@@ -36,6 +36,7 @@ def test_skipped():
 """
 
 
+@pytest.mark.slow
 def test_counts_durations_and_failures_are_written(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.gpu_suite", "--gpu-report=report.json"]

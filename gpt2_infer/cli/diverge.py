@@ -12,7 +12,7 @@ from gpt2_infer.cli.options import DEFAULT_PROMPT, MAX_NEW_TOKENS, POSITIVE, add
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
-    from gpt2_infer.diverge.report import Divergence, Side
+    from gpt2_infer.diverge import Divergence
     from gpt2_infer.request import Mode
 
 PROMPT = f"text to complete, only one (default: {DEFAULT_PROMPT!r})"
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if result.passed else EXIT_FAILED
 
 
-def find(arguments: argparse.Namespace) -> Divergence[Side]:
+def find(arguments: argparse.Namespace) -> Divergence:
     """Return where two backends or engines part, for the options of the command.
 
     Raises RequestError, UnsupportedError, and what loading the model raises.
@@ -50,16 +50,12 @@ def find(arguments: argparse.Namespace) -> Divergence[Side]:
         raise RequestError(f"diverge takes one --prompt, not {len(prompts)}")
 
     from attention_kernels import ladder
-    from gpt2_infer.diverge.backends import diverge
-    from gpt2_infer.diverge.engines import diverge_engines
+    from gpt2_infer.diverge import diverge
     from gpt2_infer.request import EngineName
 
     a, b = arguments.a, arguments.b
-    engines = [name for name in (a, b) if name in get_args(EngineName)]
-    if len(engines) == 1:
-        raise RequestError(f"{engines[0]} is an engine: diverge compares two of a kind")
     attention = None
-    if not engines:
+    if not {a, b} & {*get_args(EngineName)}:
         a, b = ladder.resolve_all([a, b])
         attention = a
     mode: Mode = "kv-cache" if arguments.kv_cache else "recompute"
@@ -67,7 +63,5 @@ def find(arguments: argparse.Namespace) -> Divergence[Side]:
     request = {"prompts": prompts, "max_new_tokens": new_tokens}
     model, checked = load(arguments, request=request, attention=attention)
     (prompt,) = checked.rows
-    if engines:
-        return diverge_engines(model, a, b, prompt, max_new_tokens=new_tokens, mode=mode)
     progress = sys.stderr.isatty()
     return diverge(model, a, b, prompt, max_new_tokens=new_tokens, mode=mode, progress=progress)

@@ -13,10 +13,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gpt2_infer.checks import integer_error
 from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error, print_warning, show
 from gpt2_infer.config import PRODUCTS
-from gpt2_infer.errors import RequestError
+from gpt2_infer.errors import RequestError, integer_error
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

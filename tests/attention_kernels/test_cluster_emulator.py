@@ -11,7 +11,7 @@ import torch
 
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import faulty_op
+from tests.attention_kernels.conftest import BUILDS, faulty_op
 
 FAULTY = Path(__file__).parent / "negative" / "v09_cluster.cu"
 EARLY_COPY = r"race: another block writes byte|the destination is still read by multiply\(\)"
@@ -61,7 +61,7 @@ def run(op, device, fault):
     return message, float((o.cpu() - expected).abs().max())
 
 
-@pytest.fixture(scope="module", params=["", "races"])
+@pytest.fixture(scope="module", params=BUILDS)
 def cluster(request):
     """Run the kernel with a fault; return its message, its largest error and the build."""
     op = faulty_op(FAULTY, request.param)

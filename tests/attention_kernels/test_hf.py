@@ -40,14 +40,12 @@ SPECS = [spec for spec in list_backends() if spec.family != "decode"]
 # The emulator runs the first of each family, which is enough to test the adapter; a GPU runs all.
 FIRST = {spec.family: spec.name for spec in reversed(SPECS) if spec.family != "pytorch"}
 EMULATED = [
-    pytest.param(
-        name, "cpu", marks=[pytest.mark.slow] * (family not in ("fp32", "numpy", "triton"))
-    )
+    pytest.param(name, "cpu", marks=[pytest.mark.slow] * (family not in ("fp32", "numpy")))
     for family, name in FIRST.items()
 ]
 PYTORCH = [spec.name for spec in SPECS if spec.family == "pytorch"]
 ON_GPU = [pytest.param(spec.name, "cuda", marks=pytest.mark.gpu) for spec in SPECS]
-LADDER = "CUSTOM_CUDA_VERSION_12"
+LADDER = "CUSTOM_CUDA_VERSION_15"
 VOCABULARY = 97
 REFUSAL = f"attention backend {LADDER} cannot take this call: "
 

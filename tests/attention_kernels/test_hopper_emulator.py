@@ -14,7 +14,7 @@ import torch
 
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import faulty_op
+from tests.attention_kernels.conftest import BUILDS, faulty_op
 from tests.conftest import on_every_device
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
@@ -123,7 +123,9 @@ def multiply(a, b, c, device, transposed, registers):
 
 @pytest.mark.parametrize("registers", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("columns", [32, 64, 128])
+@pytest.mark.parametrize(
+    "columns", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (32, 128))]
+)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
 def test_products_are_right(dtype, columns, transposed, registers):
     a, b, c = operands(dtype, "normal", columns, 1)
@@ -329,7 +331,7 @@ class FaultParams(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_void_p) for name in "qkvo"), ("fault", ctypes.c_int))
 
 
-@pytest.fixture(scope="module", params=["", "races"])
+@pytest.fixture(scope="module", params=BUILDS)
 def faulty(request):
     """Run the kernel with a fault; return its message, its largest error and the build."""
     op = faulty_op(FAULTY, request.param)

@@ -11,7 +11,7 @@ import torch
 
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import faulty_op
+from tests.attention_kernels.conftest import BUILDS, faulty_op
 
 FAULTY = Path(__file__).parent / "negative" / "v10_words.cu"
 WRONG = "wrong"  # instead of a message
@@ -47,7 +47,7 @@ def run(op, device: str, fault: int) -> str:
     return "" if o.tolist() == [10.0] * 4 else WRONG
 
 
-@pytest.fixture(scope="module", params=["", "races"])
+@pytest.fixture(scope="module", params=BUILDS)
 def words(request):
     """Run the kernel with a fault; return its message."""
     op = faulty_op(FAULTY, request.param)

@@ -10,7 +10,7 @@ import torch
 from attention_kernels import get_backend, ladder, list_backends
 from gpt2_infer import GPT2, generate
 from gpt2_infer.cli import DTYPES
-from gpt2_infer.diverge.backends import diverge
+from gpt2_infer.diverge import diverge
 from tests.conftest import usable
 
 HEAD_DIM = 64  # head_dim of the models in these tests

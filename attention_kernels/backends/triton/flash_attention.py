@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -216,28 +216,6 @@ _half = _tuned(
 _half_128 = _tuned((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3))
 _float32 = _tuned((64, 64, 16, 3), (64, 32, 8, 3), (32, 64, 8, 2), (32, 32, 4, 2), (16, 16, 4, 2))
 _float32_128 = _tuned((64, 64, 16, 2), (32, 64, 8, 2), (32, 16, 8, 2), (16, 16, 4, 2))
-
-
-class Candidate(NamedTuple):
-    """A launch that the autotuner tries."""
-
-    kernel: Any
-    values: tuple[Any, ...]
-    """One per parameter of the kernel."""
-    grid: tuple[int, int]
-    tile: triton.Config
-
-
-def candidates(q: Tensor, *, is_causal: bool, transposed_k: bool) -> list[Candidate]:
-    """Return what the autotuner tries for contiguous inputs like q, on the device "meta" too."""
-    arguments = _arguments(q, q, q, q, 1 / math.sqrt(q.shape[-1]), is_causal, transposed_k)
-    single, half = (_float32, _half) if q.shape[-1] <= 64 else (_float32_128, _half_128)
-    return [
-        Candidate(
-            _compiled, (*arguments, False, *tile.kwargs.values()), _grid(q, tile.kwargs), tile
-        )
-        for tile in (single if q.dtype == torch.float32 else half).configs
-    ]
 
 
 def _kernel(dtype: torch.dtype, head_dim: int) -> Any:

@@ -1,6 +1,6 @@
 """Parse a kernel's machine code (SASS), as cuobjdump prints it.
 
-execution.py executes the instructions, multiprocessor.py times them. NVIDIA publishes their names
+execute.py executes the instructions, multiprocessor.py times them. NVIDIA publishes their names
 but not their exact meaning (CUDA Binary Utilities, "Instruction Set Reference").
 """
 

@@ -1,4 +1,4 @@
-"""The state of the threads of some blocks while execution.py executes their machine code.
+"""The state of the threads of some blocks while execute.py executes their machine code.
 
 Integers, predicates and addresses have values; loaded values and floating-point results are zero.
 """

@@ -110,6 +110,7 @@ def package(kernel, environment, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_package_is_installed_listed_and_passes_its_test(package, environment):
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
@@ -254,6 +255,7 @@ assert found["causal"].verified
 """
 
 
+@pytest.mark.slow
 @on_every_device
 def test_get_local_kernel_loads_a_build_which_passes_its_test_and_is_benchmarked(
     device, kernel, environment, tmp_path

@@ -19,7 +19,7 @@ from gpt2_infer.model import KVCache
 from gpt2_infer.request import Request
 from tests.gpt2_infer.engines.common import request_for
 
-DTYPES = [torch.float16, torch.bfloat16]
+DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 LENGTHS = [3, 9, 1, 7, 20]
 
 
@@ -63,7 +63,9 @@ def step_over(model: GPT2, cache: KVCache, tokens: Tensor) -> BatchStep:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("long", [256, 2048])  # the least terms of a product in two parts
+@pytest.mark.parametrize(
+    "long", [256, pytest.param(2048, marks=pytest.mark.slow)]
+)  # the least terms of a product in two parts
 def test_a_step_is_as_exact_as_pytorch(dtype, long, monkeypatch):
     monkeypatch.setattr(batch_step, "LONG", long)
     model, tokens = make_model(dtype), torch.tensor([500, 600, 700, -1, 900])
@@ -163,12 +165,15 @@ def test_a_token_is_chosen_as_pytorch_does(dtype, columns):
     torch.testing.assert_close(step.logprobs[3:].double(), logprobs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, seed=3)])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(1.0, top_k=50, seed=3)],
+)
 def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monkeypatch):
     model, rng = make_model(torch.float16), random.Random(0)
     requests = make_requests(model, rng, sampling, 5, most_tokens=20, new_tokens=4)
     pytorch = dict(Continuous(model, batch=3).run(requests))
-    monkeypatch.setattr(batch_step, "unsupported_reasons", lambda *_: [])
+    monkeypatch.setattr(batch_step, "refusals", lambda *_: [])
     done = dict(Continuous(model, batch=3).run(requests))
     for i, one in done.items():
         if one.tokens == pytorch[i].tokens:
@@ -183,7 +188,7 @@ def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monk
 def test_unsupported_models_are_refused():
     model = make_model(torch.bfloat16).float()
     model.config = dataclasses.replace(model.config, n_embd=8256, n_head=688)
-    assert batch_step.unsupported_reasons(model, 1) == [
+    assert batch_step.refusals(model, 1) == [
         "it needs a CUDA device",
         "dtype float32 (it takes float16, bfloat16)",
         "688 rows times heads (it takes 1024 or more)",
@@ -204,8 +209,8 @@ def test_nvcc_compiles_every_kernel():  # their code is the same for all archite
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, seed=3)])
 def test_a_large_batch_on_a_gpu(sampling):
     model = GPT2.from_pretrained("demo", device="cuda", dtype="bfloat16")
-    assert not batch_step.unsupported_reasons(model, 256)
-    assert batch_step.unsupported_reasons(model, 8)
+    assert not batch_step.refusals(model, 256)
+    assert batch_step.refusals(model, 8)
     rng = random.Random(0)
     requests = make_requests(model, rng, sampling, 400, most_tokens=60, new_tokens=6)
     done = dict(Continuous(model, batch=256).run(requests))

@@ -14,8 +14,6 @@ import torch
 
 from attention_kernels.backends import pytorch
 from gpt2_infer import GPT2, Sampling, engines, generate, sampling
-from gpt2_infer.bench import decoding
-from gpt2_infer.bench.record import DecodeCell
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base, fused, lend_engine
 from gpt2_infer.engines.fused import Fused, StepShape
@@ -58,7 +56,8 @@ def captured(monkeypatch):
     monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 8)
     monkeypatch.setattr(base, "pool_bytes", lambda graph: 1000)
     monkeypatch.setattr(fused, "shape_on", shape_on)
-    monkeypatch.setattr(engines, "_reasons", lambda *_: [])
+    for kind in (engines.Recompute, engines.Cached, Fused):
+        monkeypatch.setattr(kind, "refusals", lambda *_: [])
     monkeypatch.setattr(engines, "room", lambda device: 2**30)
     monkeypatch.setattr(engines, "FusedOnCPU", Fused)
     # On a CPU these read values, which a graph cannot do.
@@ -214,25 +213,10 @@ def test_an_engine_serves_one_call_at_a_time(captured):
     assert {lend(model)[0], lend(model)[0]} == {one, two}
 
 
-def test_a_study_calls_generate_with_the_portable_step(captured, monkeypatch):
-    made, step = [], fused.Step
-
-    def recorded(*arguments, **options):
-        made.append((options["arch"], options["shape"]))
-        return step(*arguments, **(options | {"arch": None}))
-
-    monkeypatch.setattr(fused, "Step", recorded)
-    model, cell = random_model(CONFIG), DecodeCell("test", "float32", 1, 8, 6)
-    ours, portable = decoding._engine(model, cell, "fused"), decoding._portable(model, cell)
-    texts = [run()[0] for run in (ours, portable, ours, portable)]
-    assert texts == [texts[0]] * 4
-    assert [arch for arch, _ in made] == ["compute_80", None]
-    assert made[0][1].is_portable
-
-
 @pytest.mark.parametrize("engine", ["graph", "fused"])
 def test_a_cpu_keeps_no_engine(engine, monkeypatch):
-    monkeypatch.setattr(engines, "_reasons", lambda *_: [])
+    for kind in (engines.Cached, engines.FusedOnCPU):
+        monkeypatch.setattr(kind, "refusals", lambda *_: [])
     model = random_model(CONFIG)
     request = request_for(model, PROMPTS, max_new_tokens=5, mode="kv-cache", engine=engine)
     lent, keep = lend_engine(model, request)

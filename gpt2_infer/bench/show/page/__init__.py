@@ -36,9 +36,8 @@ from gpt2_infer.bench.prediction import (
     predict_version,
     stalls_of,
     timed_on,
-    timings_of,
 )
-from gpt2_infer.bench.record import File, KernelCell, ResultsError, Row, Shape, read
+from gpt2_infer.bench.record import File, KernelCell, ResultsError, Row, Shape, read, timings_of
 from gpt2_infer.bench.show import charts
 from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
 from gpt2_infer.bench.show.page import lanes, source
