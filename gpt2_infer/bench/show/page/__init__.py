@@ -27,7 +27,7 @@ from gpt2_infer.bench.prediction import (
     find_gpu,
     timed_on,
 )
-from gpt2_infer.bench.record import File, KernelCell, ResultsError, Row, Shape, read, timings_of
+from gpt2_infer.bench.record import File, ResultsError, Row, Shape, read, timings_of
 from gpt2_infer.bench.show import charts
 from gpt2_infer.bench.show.figures import TIE, beneath, main_rows
 from gpt2_infer.bench.show.page import lanes, source
