@@ -41,14 +41,13 @@ def is_numbered(one: Instruction) -> bool:
 
 def hold(blocks: Blocks, one: Instruction) -> bool:
     """Make the lanes wait whose phase is not complete, and return whether there are any."""
-    state = blocks.synchronization
     found = False
     for warp, lane in _warps(blocks):
         barrier, _ = _mbarrier(blocks, one, lane)
         parity = int(blocks.read(one.operands[-1])[lane]) >> 31
         if barrier.phase % 2 == parity:
             lanes = slice(warp * WARP, (warp + 1) * WARP)
-            state.testing[lanes] |= blocks.mask[lanes]
+            blocks.testing[lanes] |= blocks.mask[lanes]
             found = True
     return found
 
@@ -61,7 +60,7 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
             # The word counts arrivals up to 2^20, from bit 1 on.
             arrivals = (1 << 20) - (int(blocks.read(one.operands[-1])[lane]) >> 1)
             place = warp // blocks.warps, _address(blocks, one, lane)
-            blocks.synchronization.mbarriers[place] = Mbarrier(arrivals, arrivals)
+            blocks.mbarriers[place] = Mbarrier(arrivals, arrivals)
             continue
         barrier, place = _mbarrier(blocks, one, lane)
         if is_test(one):
@@ -132,12 +131,11 @@ def barrier(blocks: Blocks, one: Instruction) -> None:
     """Execute BAR.SYNC and BAR.ARV of a numbered barrier; that of the whole block is run()'s."""
     if not is_numbered(one):
         return
-    state = blocks.synchronization
     signals, awaits = _contributions(blocks)
     for warp, lane in _warps(blocks):
         number, threads = (int(blocks.read(x)[lane]) for x in one.operands[:2])
         block = warp // blocks.warps
-        numbered = state.numbered.setdefault((block, number), Numbered())
+        numbered = blocks.numbered.setdefault((block, number), Numbered())
         event = ("numbered", block, number, numbered.generation)
         signals[warp] = event
         numbered.warps.append(warp)
@@ -145,11 +143,11 @@ def barrier(blocks: Blocks, one: Instruction) -> None:
             awaits[warp] = event
             numbered.waiting.append(warp)
             lanes = slice(warp * WARP, (warp + 1) * WARP)
-            state.parked[lanes] |= blocks.mask[lanes]
+            blocks.parked[lanes] |= blocks.mask[lanes]
         if len(numbered.warps) * WARP >= threads:
             for other in numbered.waiting:
-                state.parked[other * WARP : (other + 1) * WARP] = False
-            state.numbered[block, number] = Numbered(generation=numbered.generation + 1)
+                blocks.parked[other * WARP : (other + 1) * WARP] = False
+            blocks.numbered[block, number] = Numbered(generation=numbered.generation + 1)
 
 
 def move_registers(blocks: Blocks, one: Instruction) -> None:
@@ -199,16 +197,16 @@ def _mbarrier(blocks: Blocks, one: Instruction, lane: int) -> tuple[Mbarrier, tu
 
 
 def _at(blocks: Blocks, one: Instruction, place: tuple[int, int]) -> Mbarrier:
-    if place not in blocks.synchronization.mbarriers:
+    if place not in blocks.mbarriers:
         raise SassError(f"{one.name} uses an mbarrier that nobody initialized")
-    return blocks.synchronization.mbarriers[place]
+    return blocks.mbarriers[place]
 
 
 def _complete(blocks: Blocks, place: tuple[int, int]) -> None:
     """Go on to the next phase if nothing is missing in this one."""
-    barrier = blocks.synchronization.mbarriers[place]
+    barrier = blocks.mbarriers[place]
     if barrier.left == 0 and barrier.bytes == 0:
         barrier.left = barrier.arrivals
         barrier.phase += 1
         lanes = slice(place[0] * blocks.warps * WARP, (place[0] + 1) * blocks.warps * WARP)
-        blocks.synchronization.testing[lanes] = False
+        blocks.testing[lanes] = False

@@ -40,12 +40,11 @@ def run(blocks: Blocks, max_issued: int) -> None:
     code = blocks.code
     operations = [_operation(one) for one in code]
     tests = {index for index, one in enumerate(code) if asynchronous.is_test(one)}
-    state = blocks.synchronization
     done = ~blocks.exists
     waiting = np.zeros(blocks.lanes, np.bool_)
     where = np.zeros(blocks.lanes, np.int64)
     while not done.all():
-        live = ~(done | waiting | state.parked | state.testing)
+        live = ~(done | waiting | blocks.parked | blocks.testing)
         if not live.any():
             waiting &= ~_at_complete_barriers(blocks, waiting, done)
             continue
@@ -457,7 +456,7 @@ Operation: TypeAlias = Callable[[Blocks, Instruction], None]
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
-    "BPT", "KILL", "CGAERRBAR", "UCGABAR_ARV", "UCGABAR_WAIT", *_CONTROL[:-1],
+    "BPT", "KILL", "CGAERRBAR", *_CONTROL[:-1],
 }  # fmt: skip
 # Instructions that write a value to their first operand.
 _VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {

@@ -35,9 +35,6 @@ _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
 _PRODUCT = 41
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
-# Cycles from a warp's arrival at a cluster's barrier, with its memory barrier, until it can go on,
-# and of these until it can execute what follows the arrival.
-_CLUSTER, _CLUSTER_ARRIVAL = 915, 740
 # Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
 # A warp alone needs twice as long for its requests as four schedulers that take turns.
 _PORT = {"shared": 2.0, "shuffle": 4.0}
@@ -237,7 +234,6 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
     products = 0.0  # when the tensor cores have finished all products of warpgroups so far
     boards = [[0.0] * 6 for _ in streams]
     groups: list[list[float]] = [[] for _ in streams]  # when cp.async groups arrive
-    clusters = [0.0] * len(streams)  # when the barrier opens at which a warp has arrived
     pending: list[list[tuple[float, int]]] = [[] for _ in range(SCHEDULERS)]
     ready: list[list[int]] = [[] for _ in range(SCHEDULERS)]
     for warp, stream in enumerate(streams):
@@ -402,11 +398,6 @@ def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what o
                 behind = min(at[warp] + 1, len(streams[warp]) - 1)
                 next_up = streams[warp][behind][0]
                 watch.add(warp, next_at, next_up, stalls.LONG, watch.copies[warp])
-        elif one.base == "UCGABAR_ARV":
-            clusters[warp] = now + _CLUSTER
-            next_at = max(next_at, now + _CLUSTER_ARRIVAL)
-        elif one.base == "UCGABAR_WAIT":
-            next_at = max(next_at, clusters[warp])
         number = owner[warp]
         awaited = None
         if is_eventful[index]:

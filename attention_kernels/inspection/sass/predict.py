@@ -49,7 +49,7 @@ def predict(
     """
     version = _checked(version, gpu, cases)
     with tempfile.TemporaryDirectory() as folder:
-        # The line table leaves the code as it is: test_predict.py compares the predictions.
+        # The line table leaves the code as it is: test_explain.py compares the predictions.
         program = compile_program(version, gpu, Path(folder), *["-lineinfo"] * lines)
         shown = tqdm(cases, "explaining", unit="", disable=None if lines else True, leave=False)
         return [

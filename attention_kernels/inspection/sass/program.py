@@ -26,7 +26,6 @@ from attention_kernels.ladder.header import VersionHeader
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 # Offset of the parameters in constant bank 0, by compute capability.
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
-_CLUSTER = 0x140  # of the word that tells whether a kernel was launched in clusters
 CUBIN = "kernel.cubin"
 """Name of the file in which a kernel's machine code lies in a folder."""
 _MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
@@ -92,8 +91,6 @@ def run_blocks(program: Program, launch: Launch, indices: Sequence[Triple]) -> B
     if "CUtensorMap" in launch.symbol:
         base = -(-base // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
     constants = with_bank_pointer(dimensions.ljust(base, b"\0") + launch.parameters)
-    if any(one.base == "UCGABAR_ARV" for one in program.code[launch.symbol]):
-        constants = constants[:_CLUSTER] + b"\1" + constants[_CLUSTER + 1 :]
     words = dict(launch.words)
     blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices, words)
     execute.run(blocks, _MAX_ISSUED)

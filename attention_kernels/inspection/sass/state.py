@@ -59,20 +59,6 @@ class Numbered:
     generation: int = 0
 
 
-class Synchronization:
-    """The barriers of some blocks, and the lanes that wait for them."""
-
-    def __init__(self, lanes: int) -> None:
-        self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
-        """By block, and address in shared memory."""
-        self.numbered: dict[tuple[int, int], Numbered] = {}
-        """By block and number."""
-        self.testing: Mask = np.zeros(lanes, np.bool_)
-        """Lanes that test a phase which is not complete; they test again when one is."""
-        self.parked: Mask = np.zeros(lanes, np.bool_)
-        """Lanes that wait at a numbered barrier."""
-
-
 _NOTHING: Mapping[int, Event] = MappingProxyType({})  # most instructions concern no event
 
 
@@ -137,7 +123,11 @@ class Blocks:
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
-        self.synchronization = Synchronization(self.lanes)
+        self.mbarriers: dict[tuple[int, int], Mbarrier] = {}  # by block, and shared address
+        self.numbered: dict[tuple[int, int], Numbered] = {}  # by block and number
+        # Lanes that test a phase which is not complete, until one is, and those that wait at a
+        # numbered barrier.
+        self.testing, self.parked = np.zeros((2, self.lanes), np.bool_)
 
     # ---- Operands --------------------------------------------------------------------------------
 

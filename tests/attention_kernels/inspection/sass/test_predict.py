@@ -150,20 +150,6 @@ def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, each):
     assert cycles / 500 == pytest.approx(each, rel=0.03)
 
 
-def test_an_arrival_at_a_clusters_barrier_holds_up_its_warp():
-    """The study probe-h100 measured 908 and 935 cycles for 2 and 8 blocks, 703 and 779 of them."""
-    code = [
-        decode.Instruction(name, ()) for name in ("UCGABAR_ARV", "FFMA", "UCGABAR_WAIT", "EXIT")
-    ]
-
-    def cycles(*indices):
-        work = multiprocessor.Work([[(at, 0, 0, 0) for at in indices]], [], Counter(issue=9))
-        return multiprocessor.cycles_of(H200, code, [work], 0.0)[0]
-
-    assert cycles(0, 1) == pytest.approx(740, abs=5)
-    assert cycles(0, 2, 3) == pytest.approx(915, abs=5)
-
-
 @pytest.mark.parametrize(("size", "each"), [(2048, 1.0), (2080, 1.094), (4096, 2.22)])
 def test_a_loop_of_more_than_32_kb_waits_for_its_instructions(size, each):
     """The study `probe` measured 1.04 cycles per instruction within 32 KB, 1.14 and 2.22 beyond."""
