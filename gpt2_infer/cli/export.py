@@ -18,9 +18,6 @@ from gpt2_infer.cli.versions import usual_head_dim, version_of
 if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
-NAME = "version file, *.cu, or a backend built from one"
-AS = "hub: a repository for Hugging Face's kernel-builder, of an attention kernel with one dtype"
-OUT = "new folder, whose name becomes the kernel's"
 GPU = "h200"
 
 
@@ -42,16 +39,18 @@ class Exported:
 
 
 def export(
-    name: Annotated[str, Parameter(help=NAME)],
-    /,
-    *,
-    out: Annotated[Path, Parameter(help=OUT)],
-    kind: Annotated[Literal["hub"], Parameter(name="--as", help=AS)] = "hub",
+    name: str, /, *, out: Path, kind: Annotated[Literal["hub"], Parameter(name="--as")] = "hub"
 ) -> Exported:
     """Write a verified kernel as a repository for Hugging Face's Hub.
 
     Nothing is written if it fails. Raises RequestError for a folder that cannot be used, and
     UnsupportedError for a version that the Hub does not take.
+
+    Args:
+        name: version file, *.cu, or a backend built from one
+        out: new folder, whose name becomes the kernel's
+        kind: hub: a repository for Hugging Face's kernel-builder, of an attention kernel with
+            one dtype
     """
     start_server(name, "")
     from gpt2_infer import export as repository

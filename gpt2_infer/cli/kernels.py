@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 from cyclopts import Parameter
 from msgspec import Meta
 
-from gpt2_infer.cli.options import MANY, Count, wrong
+from gpt2_infer.cli.options import MANY, Counts, wrong
 from gpt2_infer.cli.versions import versions_of
 from gpt2_infer.errors import RequestError
 
@@ -27,25 +27,26 @@ def _arch(_: object, tokens: Sequence[Token]) -> str:
 
 
 Arch: TypeAlias = Annotated[str, Meta(pattern=r"^\d{2,3}$"), Parameter(converter=_arch)]
-NAMES = "backend names or version files, *.cu (default: a whole ladder)"
 ARCHS = "compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)"
-HEAD_DIMS = "head dimensions (default: all that a version supports)"
-FAMILY = "ladder, from `gpt2-infer backends`, or all (default: fp32)"
 
 
 def kernels(
-    names: Annotated[tuple[str, ...], Parameter(name="BACKEND", help=NAMES)] = (),
+    names: Annotated[tuple[str, ...], Parameter(name="BACKEND")] = (),
     /,
     *,
-    archs: Annotated[tuple[Arch, ...], MANY, Parameter(name="--arch", help=ARCHS)] = (),
-    head_dims: Annotated[
-        tuple[Count, ...], MANY, Parameter(name="--head-dim", help=HEAD_DIMS)
-    ] = (),
-    family: Annotated[str | None, Parameter(help=FAMILY)] = None,
+    archs: Annotated[tuple[Arch, ...], MANY, Parameter(name="--arch")] = (),
+    head_dims: Annotated[Counts, Parameter(name="--head-dim")] = (),
+    family: str | None = None,
 ) -> list[Resources]:
     """Show registers, spills, shared memory and occupancy of versions, as nvcc compiles them.
 
     Needs nvcc, but no GPU. Raises RequestError, UnsupportedError for host code, or BuildError.
+
+    Args:
+        names: backend names or version files, *.cu (default: a whole ladder)
+        archs: compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)
+        head_dims: head dimensions (default: all that a version supports)
+        family: ladder, from `gpt2-infer backends`, or all (default: fp32)
     """
     from attention_kernels import UnsupportedError, ladder
     from attention_kernels.inspection import resources

@@ -82,14 +82,12 @@ KernelDtype: TypeAlias = Literal["float32", "float16", "bfloat16", "float64"]
 
 MANY = Parameter(consume_multiple=1)
 HIDDEN = Parameter(parse=False)
-BACKEND = Parameter(name="BACKEND", help="backend name or version file, *.cu")
-DEVICE = Parameter(help="device: cuda, cuda:1 or the like, or cpu (default: cuda if available)")
-HEAD_DIM = Parameter(help="head dimension (default: 64, or the first supported)")
-FULL = Parameter(help="omit the causal mask")
-SEQLEN = Parameter(help="sequence length in tokens")
-HEADS = Parameter(help="number of heads")
-BATCH = Parameter(help="batch size")
-TIMEOUT = Parameter(name="--timeout", help="time limit in seconds")
+BACKEND = Parameter(name="BACKEND")
+TIMEOUT = Parameter(name="--timeout")
+Counts: TypeAlias = Annotated[tuple[Count, ...], MANY]
+Names: TypeAlias = Annotated[tuple[str, ...], MANY]
+
+DEVICE = "device: cuda, cuda:1 or the like, or cpu (default: cuda if available)"
 MODEL = 'hub id, local folder, or "demo" for the bundled model'
 RANDOM_WEIGHTS = (
     "random weights from a seed, in the size of --model (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
@@ -109,7 +107,7 @@ class Model:
     model: Annotated[str, Parameter(help=MODEL)] = "openai-community/gpt2"
     revision: Annotated[str | None, Parameter(help="branch, tag or commit of a hub id")] = None
     random_weights: Annotated[bool, Parameter(help=RANDOM_WEIGHTS)] = False
-    device: Annotated[Device | None, DEVICE] = None
+    device: Annotated[Device | None, Parameter(help=DEVICE)] = None
     dtype: Annotated[Dtype, Parameter(help="dtype")] = "float32"
     products: Annotated[ProductsName, Parameter(help=PRODUCTS)] = "ieee-fp32"
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
 from msgspec import to_builtins
 
 from attention_kernels import child
@@ -24,6 +23,7 @@ from gpt2_infer.cli.options import (
     BACKEND,
     HIDDEN,
     MANY,
+    TIMEOUT,
     Device,
     KernelDtype,
     Seconds,
@@ -39,13 +39,6 @@ if TYPE_CHECKING:
 
 NVCC_ARCH = "90"  # an emulated version is also test-compiled for this
 SHOWN_FAILURES = 5
-DEVICE = "device: cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else cpu)"
-SANITIZE = (
-    "also look for bad accesses and races: with AddressSanitizer in the emulator, with "
-    "compute-sanitizer on a GPU"
-)
-QUICK = "run only the checks that find the most in their time, and do not time the kernel"
-TIMEOUT = Parameter(name="--timeout", help="time limit of each check in seconds")
 
 
 @dataclass(frozen=True)
@@ -143,15 +136,13 @@ def verify(
     name: Annotated[str, BACKEND],
     /,
     *,
-    device: Annotated[Device | None, Parameter(help=DEVICE)] = None,
-    dtypes: Annotated[tuple[KernelDtype, ...], MANY, Parameter(help="dtypes (default: all)")] = (),
-    seed: Annotated[Seed | None, Parameter(help="seed of the inputs (default: drawn)")] = None,
+    device: Device | None = None,
+    dtypes: Annotated[tuple[KernelDtype, ...], MANY] = (),
+    seed: Seed | None = None,
     timeout_s: Annotated[Seconds, TIMEOUT] = 300.0,
-    sanitize: Annotated[bool, Parameter(help=SANITIZE)] = False,
-    quick: Annotated[bool, Parameter(help=QUICK)] = False,
-    no_timing: Annotated[
-        bool, Parameter(help="only check; emulated kernels are never timed")
-    ] = False,
+    sanitize: bool = False,
+    quick: bool = False,
+    no_timing: bool = False,
     live: Annotated[bool, HIDDEN] = False,
     on_check: Annotated[Callable[[int, int], object], HIDDEN] = lambda done, total: None,
 ) -> Verdicts:
@@ -160,8 +151,22 @@ def verify(
     Passed means that no check of a suite, with inputs drawn from `seed`, found an error over its
     budget, a dependence on later keys, a race or state shared between calls. It is no proof. The
     kernel runs in a process of its own; timeout_s limits each check. Without a seed, one is drawn
-    and reported, to repeat the run. An alias is every backend that it stands for. live: print
-    failures when they are found. Raises the errors of conformance.verify().
+    and reported, to repeat the run. An alias is every backend that it stands for. Raises the
+    errors of conformance.verify().
+
+    Args:
+        name: backend name or version file, *.cu
+        device: cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else
+            cpu)
+        dtypes: dtypes (default: all)
+        seed: seed of the inputs (default: drawn)
+        timeout_s: time limit of each check in seconds
+        sanitize: also look for bad accesses and races: with AddressSanitizer in the emulator,
+            with compute-sanitizer on a GPU
+        quick: run only the checks that find the most in their time, and do not time the kernel
+        no_timing: only check; emulated kernels are never timed
+        live: print failures when they are found
+        on_check: called after each check with the number that are done and of all
     """
     start_server(name, device or "")
     ahead.import_to_stay("attention_kernels.judge.conformance")
