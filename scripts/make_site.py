@@ -22,7 +22,7 @@ from pathlib import Path
 
 from attention_kernels import ladder, list_backends
 from gpt2_infer.bench.record import Shape, newest
-from gpt2_infer.bench.show.page import make_page
+from gpt2_infer.bench.report import make_page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")

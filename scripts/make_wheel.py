@@ -101,7 +101,7 @@ def build(versions: Iterable[VersionHeader], folder: Path, jobs: int | None = No
         libraries.append(folder / library)
     (folder / "build.ninja").write_text("".join(statements), "utf-8")
     limit = ["-j", str(jobs)] if jobs else []
-    subprocess.run([compilers.find_ninja(), *limit], cwd=folder, check=True)
+    subprocess.run([compilers.NINJA, *limit], cwd=folder, check=True)
     return libraries
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from attention_kernels import child
 from gpt2_infer.cli.console import EXIT_FAILED, print_error
 from gpt2_infer.cli.predict import Predicted, predict
-from gpt2_infer.cli.verify import Findings, check, start_server, worst_case
+from gpt2_infer.cli.verify import Findings, check, worst_case
 from gpt2_infer.cli.versions import usual_head_dim, version_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def export(
         kind: hub: a repository for Hugging Face's kernel-builder, of an attention kernel with
             one dtype
     """
-    start_server(name, "")
+    child.start_server()
     from gpt2_infer import export as repository
 
     _, version = version_of(name)

@@ -72,7 +72,7 @@ def report(
     head_dim = head_dim or (usual_head_dim(first) if first else 64)
     shape = Shape(batch=1, num_heads=1, seqlen=seqlen, head_dim=head_dim, is_causal=not full)
     try:
-        from gpt2_infer.bench.show.page import make_page
+        from gpt2_infer.bench.report import make_page
     except ModuleNotFoundError as error:
         raise RequestError(f"{error.name} is missing: install gpt2-infer[report]") from error
     verdicts = dict(_verdicts(own, timeout_s, live)) if own else {}
@@ -105,13 +105,11 @@ def _verdicts(
 ) -> Iterator[tuple[str, Report | str]]:
     """Yield what the first checks of `verify` find on the CPU, or why they cannot run there."""
     from attention_kernels import UnavailableBackendError, UnsupportedError, registry
-    from gpt2_infer.cli.verify import start_server
 
     whats = {
         name: name if registry.registered(name) else str(version.path)
         for name, version in versions.items()
     }
-    start_server(next(iter(whats.values())), "cpu")
     from attention_kernels.judge import conformance
 
     for name, what in whats.items():

@@ -5,18 +5,15 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import to_builtins
 
 from attention_kernels import child
-from attention_kernels.ladder import ahead, header
 from gpt2_infer.cli.compare import timings
 from gpt2_infer.cli.console import EXIT_FAILED, show
 from gpt2_infer.cli.options import (
@@ -168,8 +165,7 @@ def verify(
         live: print failures when they are found
         on_check: called after each check with the number that are done and of all
     """
-    start_server(name, device or "")
-    ahead.import_to_stay("attention_kernels.judge.conformance")
+    child.start_server()  # it imports torch while this process does
     if not (no_timing or quick):  # before its process could write a file in a module's place
         importlib.import_module("gpt2_infer.bench.kernels")
 
@@ -225,18 +221,6 @@ def text(found: Verdicts, **_: object) -> str:
 def exit_status(found: Verdicts) -> int:
     """Return whether one failed."""
     return 0 if found.passed else EXIT_FAILED
-
-
-def start_server(name: str, device: str) -> None:
-    """Have the server that workers are forked from import torch while this process does.
-
-    It also builds a version file. That may run what the file's author wrote, so hide from it.
-    """
-    if name.endswith(".cu"):
-        header.of_file(Path(name))  # what is wrong with it is told before torch is imported
-        os.environ[ahead.VARIABLE] = f"{device}:{name}"
-    child.start_server()
-    os.environ.pop(ahead.VARIABLE, None)
 
 
 def worst_case(case: Case | DecodeCase, verdict: Verdict) -> dict[str, Any]:
