@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from gpt2_infer.cli.options import BACKEND, TIMEOUT, Count, Seconds
 from gpt2_infer.cli.versions import call_shape, describe, version_of
@@ -45,21 +45,13 @@ def accesses(
     return count_accesses(version, seqlen=seqlen, **shape, timeout_s=timeout_s)
 
 
-def text(
-    found: list[Access],
-    name: str,
-    seqlen: int,
-    head_dim: int | None,
-    batch: int,
-    heads: int,
-    full: bool,
-    timeout_s: float,
-) -> str:
+def text(found: list[Access], name: str, **given: Any) -> str:
     """Return the shape, a table of the accesses, and what its line numbers mean."""
     from attention_kernels.inspection.accesses import format_table
 
     _, version = version_of(name)
-    shape = {"seqlen": seqlen, **call_shape(version, head_dim, batch, heads, full)}
+    sizes = (given[option] for option in ("head_dim", "batch", "heads", "full"))
+    shape = {"seqlen": given["seqlen"], **call_shape(version, *sizes)}
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     lines = [f"{version.path.name}, emulated: {describe(shape)}\n", format_table(found, width)]
     if any(len(access.lines) > 1 for access in found):

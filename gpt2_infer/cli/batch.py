@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from gpt2_infer.cli.console import EXIT_NO_ROW, print_error
-from gpt2_infer.cli.options import Count, Model, Text, wrong
+from gpt2_infer.cli.options import Count, Model, Text, matching
 from gpt2_infer.errors import RequestError
-
-if TYPE_CHECKING:
-    from cyclopts import Token
 
 INPUT = (
     "prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and, optionally, "
@@ -25,12 +20,12 @@ INPUT = (
 )
 
 
-def _shard(_: object, tokens: Sequence[Token]) -> tuple[int, int]:
-    text = tokens[0].value
-    if not re.fullmatch(r"\d{1,9}/\d{1,9}", text):
-        raise wrong(tokens, f"must be a shard such as 0/4, not {text[:40]!r}")
-    index, count = map(int, text.split("/"))
-    return index, count
+SHARD = matching(
+    r"\d{1,9}/\d{1,9}",
+    "a shard such as 0/4",
+    lambda text: tuple(map(int, text.split("/"))),
+    n_tokens=1,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ def batch(
     backend: str | None = None,
     decode_backend: str | None = None,
     engine: str = "auto",
-    shard: Annotated[tuple[int, int] | None, Parameter(converter=_shard, n_tokens=1)] = None,
+    shard: Annotated[tuple[int, int] | None, SHARD] = None,
     ray: Annotated[tuple[str, ...] | None, Parameter(consume_multiple=(0, 1))] = None,
     workers: Count | None = None,
     batch_size: Count | Literal["auto"] = "auto",

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from cyclopts import Parameter
 from msgspec import Meta
 
-from gpt2_infer.cli.options import MANY, Counts, wrong
+from gpt2_infer.cli.options import MANY, Counts, matching
 from gpt2_infer.cli.versions import versions_of
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
-    from cyclopts import Token
-
     from attention_kernels.inspection.resources import Resources
 
 
-def _arch(_: object, tokens: Sequence[Token]) -> str:
-    text = tokens[0].value
-    if (found := re.fullmatch(r"(?:sm_)?(\d{2,3})", text)) is None:
-        raise wrong(tokens, f"must be a compute capability, such as 90 or sm_90, not {text[:40]!r}")
-    return found[1]
-
-
-Arch: TypeAlias = Annotated[str, Meta(pattern=r"^\d{2,3}$"), Parameter(converter=_arch)]
-ARCHS = "compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)"
+Arch: TypeAlias = Annotated[
+    str,
+    Meta(pattern=r"^\d{2,3}$"),
+    matching(
+        r"(?:sm_)?\d{2,3}",
+        "a compute capability, such as 90 or sm_90",
+        lambda text: text.removeprefix("sm_"),
+    ),
+]
 
 
 def kernels(

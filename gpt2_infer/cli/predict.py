@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,13 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import msgspec
 from cyclopts import Parameter
 
-from gpt2_infer.cli.options import BACKEND, Count, Counts, KernelDtype, Names, Size, wrong
+from gpt2_infer.cli.options import BACKEND, Count, Counts, KernelDtype, Names, Size, matching
 from gpt2_infer.cli.versions import call_shape, describe, version_of
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
-    from cyclopts import Token
-
     from attention_kernels.inspection.sass.stalls import StalledLine
     from attention_kernels.inspection.sass.timing import Prediction
     from gpt2_infer.bench.prediction import Likely
@@ -30,15 +27,13 @@ SHOWN_PARTS = 3  # --json has all
 SHOWN_LINES = 10
 
 
-def _axes(_: object, tokens: Sequence[Token]) -> tuple[int, int, int]:
-    text = tokens[0].value
-    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8}){0,2}", text):
-        raise wrong(tokens, f"must be a size X, or X,Y or X,Y,Z, each 1 or more, not {text[:40]!r}")
-    x, y, z = [*map(int, text.split(",")), 1, 1][:3]
-    return x, y, z
-
-
-Axes: TypeAlias = Annotated[tuple[Count, Count, Count], Parameter(converter=_axes, n_tokens=1)]
+AXES = matching(
+    r"[1-9]\d{0,8}(,[1-9]\d{0,8}){0,2}",
+    "a size X, or X,Y or X,Y,Z, each 1 or more",
+    lambda text: tuple([*map(int, text.split(",")), 1, 1][:3]),
+    n_tokens=1,
+)
+Axes: TypeAlias = Annotated[tuple[Count, Count, Count], AXES]
 
 
 @dataclass(frozen=True)

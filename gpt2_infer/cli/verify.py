@@ -106,7 +106,7 @@ class Findings:
             "budget_rule": self.budget_rule,
             "failures": to_builtins(self.failures),
             "pattern": pattern(report.tried),
-            "worst": worst_case(*report.worst) if report.worst else None,
+            "worst": _worst(*report.worst) if report.worst else None,
             "nvcc": self.nvcc,
             "timing": self.timing,
         }
@@ -223,7 +223,7 @@ def exit_status(found: Verdicts) -> int:
     return 0 if found.passed else EXIT_FAILED
 
 
-def worst_case(case: Case | DecodeCase, verdict: Verdict) -> dict[str, Any]:
+def _worst(case: Case | DecodeCase, verdict: Verdict) -> dict[str, Any]:
     """Return the case nearest to its budget, and its errors by each rule; None if not finite."""
     errors = {
         "error": (verdict.error, verdict.budget, verdict.naive_error),
@@ -361,7 +361,7 @@ def _lines(findings: Findings) -> Iterator[str]:
     yield from (f"  FAILED: {one.what}: {one.why}" for one in stages.get("nvcc", []))
     if findings.passed and emulated:
         yield "  no timing: it ran in the CPU emulator, which says nothing about its speed"
-    yield from _times(findings.timing)
+    yield from times(findings.timing)
     yield from (f"  FAILED: {one.what}\n          {one.why}" for one in stages.get("timing", []))
 
 
@@ -399,7 +399,7 @@ def _outcome(report: Report, failures: Sequence[Failure]) -> Iterator[str]:
         if common := pattern(report.tried):
             yield f"  {common}"
     elif report.worst:
-        worst = worst_case(*report.worst)
+        worst = _worst(*report.worst)
         status = worst["status"]
         yield f"  {'worst' if status == 'passed' else status}: {worst['case']}"
         for one in worst["errors"]:
@@ -408,7 +408,7 @@ def _outcome(report: Report, failures: Sequence[Failure]) -> Iterator[str]:
             yield f"    {one['rule']:<9} {measured}, budget {budget}, plain PyTorch's {naive}"
 
 
-def _times(timing: Sequence[dict[str, Any]]) -> Iterator[str]:
+def times(timing: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the time of the kernel alone next to plain PyTorch's."""
     dtype = ""
     for one in timing:
