@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import cyclopts
+import docstring_parser
 from cyclopts import Parameter
 from rich.console import Console
 
@@ -180,15 +181,14 @@ def parse(argv: Sequence[str]) -> Call | str:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a command's function; their annotations are no strings."""
+    """Return the parameters of a command's function, with types and helps in their annotations."""
     found = inspect.signature(function).parameters
     hints = {name: function.__annotations__[name] for name in found}
-    holder = type(
-        function.__name__, (), {"__annotations__": hints, "__module__": function.__module__}
-    )
-    types = typing.get_type_hints(
-        holder, vars(sys.modules[function.__module__]), include_extras=True
-    )
+    names = vars(sys.modules[function.__module__])
+    types = typing.get_type_hints(type("_", (), {"__annotations__": hints}), names, None, True)
+    for one in docstring_parser.parse(function.__doc__ or "").params:
+        text = " ".join((one.description or "").split())
+        types[one.arg_name] = Annotated[types[one.arg_name], Parameter(help=text)]
     return {name: one.replace(annotation=types[name]) for name, one in found.items()}
 
 

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from gpt2_infer.cli.options import (
-    BACKEND,
-    BATCH,
-    FULL,
-    HEAD_DIM,
-    HEADS,
-    SEQLEN,
-    TIMEOUT,
-    Count,
-    Seconds,
-)
+from gpt2_infer.cli.options import BACKEND, TIMEOUT, Count, Seconds
 from gpt2_infer.cli.versions import call_shape, describe, version_of
 
 if TYPE_CHECKING:
@@ -27,17 +17,26 @@ def accesses(
     name: Annotated[str, BACKEND],
     /,
     *,
-    seqlen: Annotated[Count, SEQLEN] = 128,
-    head_dim: Annotated[Count | None, HEAD_DIM] = None,
-    batch: Annotated[Count, BATCH] = 1,
-    heads: Annotated[Count, HEADS] = 1,
-    full: Annotated[bool, FULL] = False,
+    seqlen: Count = 128,
+    head_dim: Count | None = None,
+    batch: Count = 1,
+    heads: Count = 1,
+    full: bool = False,
     timeout_s: Annotated[Seconds, TIMEOUT] = 600.0,
 ) -> list[Access]:
     """Count the bank conflicts and memory sectors of each source line, in the CPU emulator.
 
     The counts are exact for this shape, and need no GPU; caches are not modelled. Raises the errors
     of version_of() and count_accesses().
+
+    Args:
+        name: backend name or version file, *.cu
+        seqlen: sequence length in tokens
+        head_dim: head dimension (default: 64, or the first supported)
+        batch: batch size
+        heads: number of heads
+        full: omit the causal mask
+        timeout_s: time limit in seconds
     """
     from attention_kernels.inspection.accesses import count_accesses
 
@@ -46,21 +45,13 @@ def accesses(
     return count_accesses(version, seqlen=seqlen, **shape, timeout_s=timeout_s)
 
 
-def text(
-    found: list[Access],
-    name: str,
-    seqlen: int,
-    head_dim: int | None,
-    batch: int,
-    heads: int,
-    full: bool,
-    timeout_s: float,
-) -> str:
+def text(found: list[Access], name: str, **given: Any) -> str:
     """Return the shape, a table of the accesses, and what its line numbers mean."""
     from attention_kernels.inspection.accesses import format_table
 
     _, version = version_of(name)
-    shape = {"seqlen": seqlen, **call_shape(version, head_dim, batch, heads, full)}
+    sizes = (given[option] for option in ("head_dim", "batch", "heads", "full"))
+    shape = {"seqlen": given["seqlen"], **call_shape(version, *sizes)}
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     lines = [f"{version.path.name}, emulated: {describe(shape)}\n", format_table(found, width)]
     if any(len(access.lines) > 1 for access in found):

@@ -14,7 +14,6 @@ from tabulate import tabulate
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
 
-NAMES = "families, backends or version files, *.cu, to show in detail (default: list all in brief)"
 NOT_HERE = "not here"
 
 
@@ -52,13 +51,15 @@ class Backend:
         return f"on {' and '.join(here)}" if here else NOT_HERE
 
 
-def backends(
-    names: Annotated[tuple[str, ...], Parameter(name="WHAT", help=NAMES)] = (), /
-) -> list[Backend]:
+def backends(names: Annotated[tuple[str, ...], Parameter(name="WHAT")] = (), /) -> list[Backend]:
     """List the attention backends, what each takes, and why it does not run here, if it does not.
 
     Nothing is built: a listed backend may still fail to compile. Raises the errors of
     ladder.resolve() for an unknown name.
+
+    Args:
+        names: families, backends or version files, *.cu, to show in detail (default: list all
+            in brief)
     """
     from attention_kernels import ladder, list_backends
 

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from gpt2_infer.cli.console import EXIT_NO_ROW, print_error
-from gpt2_infer.cli.generate import ATTENTION
-from gpt2_infer.cli.options import Count, Model, Text, wrong
+from gpt2_infer.cli.options import Count, Model, Text, matching
 from gpt2_infer.errors import RequestError
-
-if TYPE_CHECKING:
-    from cyclopts import Token
 
 INPUT = (
     "prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and, optionally, "
     "id; or text (.txt), one prompt per line"
 )
-DECODE = (
-    "attention backend for decoding (default: the same as generate's, but NAIVE_PYTORCH on cpu)"
+
+
+SHARD = matching(
+    r"\d{1,9}/\d{1,9}",
+    "a shard such as 0/4",
+    lambda text: tuple(map(int, text.split("/"))),
+    n_tokens=1,
 )
-ENGINE = "engine: eager, graph, or auto, the faster one that supports the request"
-SHARD = "I/N: complete only output files I, I + N, I + 2N and so on, with I from 0 to N - 1"
-RAY = "run on the Ray cluster at ADDRESS; without an address, on this machine"
-WORKERS = "Ray workers, each with a GPU or, on cpu, a core (default: as many as the cluster has)"
-SIZE = "rows per batch, or auto (default): 32 on cpu; on cuda up to 512, by memory"
-
-
-def _shard(_: object, tokens: Sequence[Token]) -> tuple[int, int]:
-    text = tokens[0].value
-    if not re.fullmatch(r"\d{1,9}/\d{1,9}", text):
-        raise wrong(tokens, f"must be a shard such as 0/4, not {text[:40]!r}")
-    index, count = map(int, text.split("/"))
-    return index, count
 
 
 @dataclass(frozen=True)
@@ -53,33 +39,50 @@ class Completed:
 
 
 def batch(
-    inputs: Annotated[tuple[Path, ...], Parameter(name="INPUT", help=INPUT)],
+    inputs: Annotated[tuple[Path, ...], Parameter(name="INPUT")],
     /,
     *,
-    out: Annotated[Path, Parameter(help="output folder")],
-    file_format: Annotated[
-        Literal["jsonl", "parquet"], Parameter(name="--format", help="format of the output files")
-    ] = "jsonl",
-    resume: Annotated[bool, Parameter(help="resume the job in the output folder, if any")] = False,
-    strict: Annotated[
-        bool, Parameter(help="stop at the first row that cannot be completed")
-    ] = False,
-    backend: Annotated[str | None, Parameter(help=ATTENTION)] = None,
-    decode_backend: Annotated[str | None, Parameter(help=DECODE)] = None,
-    engine: Annotated[str, Parameter(help=ENGINE)] = "auto",
-    shard: Annotated[
-        tuple[int, int] | None, Parameter(converter=_shard, n_tokens=1, help=SHARD)
-    ] = None,
-    ray: Annotated[tuple[str, ...] | None, Parameter(consume_multiple=(0, 1), help=RAY)] = None,
-    workers: Annotated[Count | None, Parameter(help=WORKERS)] = None,
-    batch_size: Annotated[Count | Literal["auto"], Parameter(help=SIZE)] = "auto",
-    part_rows: Annotated[Count, Parameter(help="approximate rows per output file")] = 1000,
+    out: Path,
+    file_format: Annotated[Literal["jsonl", "parquet"], Parameter(name="--format")] = "jsonl",
+    resume: bool = False,
+    strict: bool = False,
+    backend: str | None = None,
+    decode_backend: str | None = None,
+    engine: str = "auto",
+    shard: Annotated[tuple[int, int] | None, SHARD] = None,
+    ray: Annotated[tuple[str, ...] | None, Parameter(consume_multiple=(0, 1))] = None,
+    workers: Count | None = None,
+    batch_size: Count | Literal["auto"] = "auto",
+    part_rows: Count = 1000,
     model: Annotated[Model, Parameter(name="*", group="Model")] = Model(),
     text: Annotated[Text, Parameter(name="*", group="Text")] = Text(),
 ) -> Completed:
     """Complete files of prompts; a killed job resumes where it stopped.
 
     ray: an address, or none to start a cluster on this machine. Raises the errors of batch.run().
+
+    Args:
+        inputs: prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and,
+            optionally, id; or text (.txt), one prompt per line
+        out: output folder
+        file_format: format of the output files
+        resume: resume the job in the output folder, if any
+        strict: stop at the first row that cannot be completed
+        backend: attention backend; see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA if
+            it is available and takes the model, else PYTORCH_SDPA_EFFICIENT_ATTENTION;
+            PYTORCH_SDPA_FLASH_ATTENTION on cpu)
+        decode_backend: attention backend for decoding (default: the same as generate's, but
+            NAIVE_PYTORCH on cpu)
+        engine: engine: eager, graph, or auto, the faster one that supports the request
+        shard: I/N: complete only output files I, I + N, I + 2N and so on, with I from 0 to N -
+            1
+        ray: run on the Ray cluster at ADDRESS; without an address, on this machine
+        workers: Ray workers, each with a GPU or, on cpu, a core (default: as many as the
+            cluster has)
+        batch_size: rows per batch, or auto (default): 32 on cpu; on cuda up to 512, by memory
+        part_rows: approximate rows per output file
+        model: the model
+        text: where a text ends, and how tokens are chosen
     """
     from tqdm import tqdm
 

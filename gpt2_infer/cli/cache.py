@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import Parameter
 from msgspec import Struct
 
 
@@ -23,10 +20,12 @@ class Cache(Struct):
     freed_bytes: int
 
 
-def cache(
-    *, clear: Annotated[bool, Parameter(help="delete everything in the cache")] = False
-) -> Cache:
-    """List the cached compiled kernels, or delete them."""
+def cache(*, clear: bool = False) -> Cache:
+    """List the cached compiled kernels, or delete them.
+
+    Args:
+        clear: delete everything in the cache
+    """
     from attention_kernels.ladder import build
 
     freed = build.clear_cache() if clear else 0

@@ -9,80 +9,67 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import Group, Parameter
 
-from gpt2_infer.cli.options import (
-    DEFAULT_PROMPT,
-    DEVICE,
-    FULL,
-    MANY,
-    Count,
-    Device,
-    KernelDtype,
-    Rounds,
-)
+from gpt2_infer.cli.options import MANY, Count, Counts, Device, KernelDtype, Names, Rounds
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from gpt2_infer.bench.record import File
 
 GENERATION, KERNEL = (Parameter(group=Group(f"--task {task}")) for task in ("generation", "kernel"))
-OUT = Parameter(required=True, help="JSON file to write; never overwritten")
-MODES = "modes (default: recompute)"
-MAX_TOKENS = "text lengths in tokens, prompt included (default: 32 to 512; on a CPU, to 64)"
-SEQLENS = "sequence lengths in tokens (default: 64 to 4096; on a CPU, to 512)"
-BASELINE = "backend that ratios refer to (default: NAIVE_PYTORCH)"
-ROUNDS = "timed rounds, after a warm-up round (default: 5)"
+OUT = Parameter(required=True)
 
 
 def compare(
     *,
-    task: Annotated[Literal["generation", "kernel"], Parameter(help="what to time")] = "generation",
+    task: Literal["generation", "kernel"] = "generation",
     out: Annotated[Path | None, OUT] = None,
-    name: Annotated[
-        str | None, Parameter(help="task name in the results (default: --task's)")
-    ] = None,
-    backends: Annotated[
-        tuple[str, ...], MANY, Parameter(help="backend names or version files, *.cu")
-    ] = (),
-    families: Annotated[
-        tuple[str, ...], MANY, Parameter(help="families, from `gpt2-infer backends`")
-    ] = (),
-    baseline: Annotated[str | None, Parameter(help=BASELINE)] = None,
-    device: Annotated[Device | None, DEVICE] = None,
-    dtypes: Annotated[
-        tuple[KernelDtype, ...], MANY, Parameter(help="dtypes (default: float32)")
-    ] = (),
-    batch_sizes: Annotated[
-        tuple[Count, ...], MANY, Parameter(help="batch sizes (default: 1)")
-    ] = (),
-    rounds: Annotated[Rounds | None, Parameter(help=ROUNDS)] = None,
-    max_tokens: Annotated[tuple[Count, ...], MANY, GENERATION, Parameter(help=MAX_TOKENS)] = (),
-    modes: Annotated[
-        tuple[Literal["recompute", "kv-cache"], ...], MANY, GENERATION, Parameter(help=MODES)
-    ] = (),
-    model: Annotated[
-        str | None, GENERATION, Parameter(help="hub id, local folder or demo (default: demo)")
-    ] = None,
-    random_weights: Annotated[
-        bool, GENERATION, Parameter(help="random weights in the size of --model")
-    ] = False,
-    prompt: Annotated[
-        str | None, GENERATION, Parameter(help=f"text to complete (default: {DEFAULT_PROMPT!r})")
-    ] = None,
-    seqlens: Annotated[tuple[Count, ...], MANY, KERNEL, Parameter(help=SEQLENS)] = (),
-    heads: Annotated[Count | None, KERNEL, Parameter(help="number of heads (default: 12)")] = None,
-    head_dims: Annotated[
-        tuple[Count, ...], MANY, KERNEL, Parameter(help="head dimensions (default: 64)")
-    ] = (),
-    full: Annotated[bool, KERNEL, FULL] = False,
-    decode: Annotated[
-        bool, KERNEL, Parameter(help="time decode kernels; N is a cache's length")
-    ] = False,
+    name: str | None = None,
+    backends: Names = (),
+    families: Names = (),
+    baseline: str | None = None,
+    device: Device | None = None,
+    dtypes: Annotated[tuple[KernelDtype, ...], MANY] = (),
+    batch_sizes: Counts = (),
+    rounds: Rounds | None = None,
+    max_tokens: Annotated[Counts, GENERATION] = (),
+    modes: Annotated[tuple[Literal["recompute", "kv-cache"], ...], MANY, GENERATION] = (),
+    model: Annotated[str | None, GENERATION] = None,
+    random_weights: Annotated[bool, GENERATION] = False,
+    prompt: Annotated[str | None, GENERATION] = None,
+    seqlens: Annotated[Counts, KERNEL] = (),
+    heads: Annotated[Count | None, KERNEL] = None,
+    head_dims: Annotated[Counts, KERNEL] = (),
+    full: Annotated[bool, KERNEL] = False,
+    decode: Annotated[bool, KERNEL] = False,
 ) -> File:
     """Check backends, and time them in every combination of the lists, in interleaved rounds.
 
     A time counts only if the outputs of the timed calls are right and two clocks agree; otherwise
     the status says so. Emulated kernels have no time. out: None writes no file. Raises RequestError
     and the errors of study.run().
+
+    Args:
+        task: what to time
+        out: JSON file to write; never overwritten
+        name: task name in the results (default: --task's)
+        backends: backend names or version files, *.cu
+        families: families, from `gpt2-infer backends`
+        baseline: backend that ratios refer to (default: NAIVE_PYTORCH)
+        device: cuda, cuda:1 or the like, or cpu (default: cuda if available)
+        dtypes: dtypes (default: float32)
+        batch_sizes: batch sizes (default: 1)
+        rounds: timed rounds, after a warm-up round (default: 5)
+        max_tokens: text lengths in tokens, prompt included (default: 32 to 512; on a CPU, to
+            64)
+        modes: modes (default: recompute)
+        model: hub id, local folder or demo (default: demo)
+        random_weights: random weights in the size of --model
+        prompt: text to complete (default: "Hello, I'm a language model,")
+        seqlens: sequence lengths in tokens (default: 64 to 4096; on a CPU, to 512)
+        heads: number of heads (default: 12)
+        head_dims: head dimensions (default: 64)
+        full: omit the causal mask
+        decode: time decode kernels; N is a cache's length
     """
     asked = {option: value for option, value in locals().items() if value}
     from gpt2_infer.bench import study

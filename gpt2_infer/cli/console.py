@@ -82,11 +82,6 @@ def print_error(program: str, message: str) -> None:
     print(f"{program}: error: {safe}", file=sys.stderr)
 
 
-def print_warning(program: str, message: str) -> None:
-    """Write one line to standard error about a request that is carried out."""
-    print(f"{program}: warning: {message}", file=sys.stderr)
-
-
 def message_of(error: Exception) -> str | None:
     """Return an expected error in words, with a hint at what helps; None for a bug."""
     import torch

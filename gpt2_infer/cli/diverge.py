@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def diverge(
-    a: Annotated[str, Parameter(help="attention backend, version file (*.cu) or engine")],
-    b: Annotated[str, Parameter(help="another of the same kind, or A again")],
+    a: str,
+    b: str,
     /,
     *,
-    prompt: Annotated[str, Parameter(help="text to complete")] = DEFAULT_PROMPT,
-    max_new_tokens: Annotated[Count, Parameter(help="maximum number of new tokens")] = 64,
-    kv_cache: Annotated[bool, Parameter(help="generate with a KV cache")] = False,
+    prompt: str = DEFAULT_PROMPT,
+    max_new_tokens: Count = 64,
+    kv_cache: bool = False,
     model: Annotated[Model, Parameter(name="*", group="Model")] = Model(),
     live: Annotated[bool, HIDDEN] = False,
 ) -> Divergence:
@@ -31,6 +31,15 @@ def diverge(
     A tie means that rounding explains the difference. Equal texts rule out no bug; `untried` says
     what they did not exercise. Model and kernels run in one process. Raises RequestError,
     UnsupportedError, and what loading the model raises.
+
+    Args:
+        a: attention backend, version file (*.cu) or engine
+        b: another of the same kind, or A again
+        prompt: text to complete
+        max_new_tokens: maximum number of new tokens
+        kv_cache: generate with a KV cache
+        model: the model
+        live: show progress
     """
     from attention_kernels import ladder
     from gpt2_infer.diverge import diverge as find

@@ -17,30 +17,6 @@ from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN, Model, Text
 from gpt2_infer.cli.summary import format_report, make_report
 from gpt2_infer.errors import RequestError
 
-ATTENTION = (
-    "attention backend; see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA if it is available "
-    "and takes the model, else PYTORCH_SDPA_EFFICIENT_ATTENTION; PYTORCH_SDPA_FLASH_ATTENTION on "
-    "cpu)"
-)
-DECODE = (
-    "attention backend for decoding with --kv-cache (default: the given --backend if it has a "
-    "decode kernel, else DECODE_SPLIT_KV_VERSION_1 on cuda, or NAIVE_PYTORCH without nvcc or if "
-    "the model is not supported, and PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
-)
-PROMPT = (
-    "text to complete; repeatable; an empty one stands for GPT-2's <|endoftext|>, which starts a "
-    f"document (default: {DEFAULT_PROMPT!r})"
-)
-PROMPT_FILE = "UTF-8 file with one prompt per line, or - for standard input; repeatable"
-ENGINE = (
-    "engine: eager launches kernels from Python, graph replays captured CUDA graphs, fused "
-    "runs our own code: with --kv-cache whole steps, also in float32 on a CPU, else matrix "
-    "products in float32 on a GPU; auto is the fastest that supports the request"
-)
-KV_CACHE = (
-    "cache keys and values; without it every token reruns the whole prefix, as in the case study"
-)
-
 
 @dataclass(frozen=True)
 class Generated:
@@ -53,23 +29,41 @@ class Generated:
 
 def generate(
     *,
-    prompts: Annotated[tuple[str, ...], Parameter(name="--prompt", help=PROMPT)] = (),
+    prompts: Annotated[tuple[str, ...], Parameter(name="--prompt")] = (),
     prompt_files: Annotated[
-        tuple[str, ...],
-        Parameter(name="--prompt-file", allow_leading_hyphen=True, help=PROMPT_FILE),
+        tuple[str, ...], Parameter(name="--prompt-file", allow_leading_hyphen=True)
     ] = (),
-    backend: Annotated[str | None, Parameter(help=ATTENTION)] = None,
-    decode_backend: Annotated[str | None, Parameter(help=DECODE)] = None,
-    kv_cache: Annotated[bool, Parameter(help=KV_CACHE)] = False,
-    engine: Annotated[str, Parameter(help=ENGINE)] = "auto",
+    backend: str | None = None,
+    decode_backend: str | None = None,
+    kv_cache: bool = False,
+    engine: str = "auto",
     model: Annotated[Model, Parameter(name="*", group="Model")] = Model(),
     text: Annotated[Text, Parameter(name="*", group="Text")] = Text(),
     live: Annotated[bool, HIDDEN] = False,
 ) -> Generated:
     """Generate text with GPT-2, using the attention backend of your choice.
 
-    live: print the text of a single prompt as it is generated, and the report to standard error.
     Raises RequestError, OSError, and what loading the model and generating raise.
+
+    Args:
+        prompts: text to complete; repeatable; an empty one stands for GPT-2's <|endoftext|>,
+            which starts a document (default: "Hello, I'm a language model,")
+        prompt_files: UTF-8 file with one prompt per line, or - for standard input; repeatable
+        backend: attention backend; see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA if
+            it is available and takes the model, else PYTORCH_SDPA_EFFICIENT_ATTENTION;
+            PYTORCH_SDPA_FLASH_ATTENTION on cpu)
+        decode_backend: attention backend for decoding with --kv-cache (default: the given
+            --backend if it has a decode kernel, else DECODE_SPLIT_KV_VERSION_1 on cuda, or
+            NAIVE_PYTORCH without nvcc or if the model is not supported, and
+            PYTORCH_SDPA_FLASH_ATTENTION on cpu)
+        kv_cache: cache keys and values; without it every token reruns the whole prefix, as in
+            the case study
+        engine: engine: eager launches kernels from Python, graph replays captured CUDA graphs,
+            fused runs our own code: with --kv-cache whole steps, also in float32 on a CPU, else
+            matrix products in float32 on a GPU; auto is the fastest that supports the request
+        model: the model
+        text: where a text ends, and how tokens are chosen
+        live: print the text of a single prompt as it is generated, and the report to standard error
     """
     prompts = (*prompts, *_read(prompt_files)) or (DEFAULT_PROMPT,)
     if decode_backend and not kv_cache:

@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from cyclopts import Parameter
 from msgspec import Meta
 
-from gpt2_infer.cli.options import MANY, Count, wrong
+from gpt2_infer.cli.options import MANY, Counts, matching
 from gpt2_infer.cli.versions import versions_of
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
-    from cyclopts import Token
-
     from attention_kernels.inspection.resources import Resources
 
 
-def _arch(_: object, tokens: Sequence[Token]) -> str:
-    text = tokens[0].value
-    if (found := re.fullmatch(r"(?:sm_)?(\d{2,3})", text)) is None:
-        raise wrong(tokens, f"must be a compute capability, such as 90 or sm_90, not {text[:40]!r}")
-    return found[1]
-
-
-Arch: TypeAlias = Annotated[str, Meta(pattern=r"^\d{2,3}$"), Parameter(converter=_arch)]
-NAMES = "backend names or version files, *.cu (default: a whole ladder)"
-ARCHS = "compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)"
-HEAD_DIMS = "head dimensions (default: all that a version supports)"
-FAMILY = "ladder, from `gpt2-infer backends`, or all (default: fp32)"
+Arch: TypeAlias = Annotated[
+    str,
+    Meta(pattern=r"^\d{2,3}$"),
+    matching(
+        r"(?:sm_)?\d{2,3}",
+        "a compute capability, such as 90 or sm_90",
+        lambda text: text.removeprefix("sm_"),
+    ),
+]
 
 
 def kernels(
-    names: Annotated[tuple[str, ...], Parameter(name="BACKEND", help=NAMES)] = (),
+    names: Annotated[tuple[str, ...], Parameter(name="BACKEND")] = (),
     /,
     *,
-    archs: Annotated[tuple[Arch, ...], MANY, Parameter(name="--arch", help=ARCHS)] = (),
-    head_dims: Annotated[
-        tuple[Count, ...], MANY, Parameter(name="--head-dim", help=HEAD_DIMS)
-    ] = (),
-    family: Annotated[str | None, Parameter(help=FAMILY)] = None,
+    archs: Annotated[tuple[Arch, ...], MANY, Parameter(name="--arch")] = (),
+    head_dims: Annotated[Counts, Parameter(name="--head-dim")] = (),
+    family: str | None = None,
 ) -> list[Resources]:
     """Show registers, spills, shared memory and occupancy of versions, as nvcc compiles them.
 
     Needs nvcc, but no GPU. Raises RequestError, UnsupportedError for host code, or BuildError.
+
+    Args:
+        names: backend names or version files, *.cu (default: a whole ladder)
+        archs: compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)
+        head_dims: head dimensions (default: all that a version supports)
+        family: ladder, from `gpt2-infer backends`, or all (default: fp32)
     """
     from attention_kernels import UnsupportedError, ladder
     from attention_kernels.inspection import resources

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -47,6 +47,18 @@ def _integer(limits: Meta) -> Parameter:
     return Parameter(converter=convert)
 
 
+def matching(pattern: str, what: str, build: Callable[[str], Any], **more: Any) -> Parameter:
+    """Return how the command line reads a word of a pattern; what: what it must be."""
+
+    def convert(_: object, tokens: Sequence[Token]) -> Any:
+        text = tokens[0].value
+        if not re.fullmatch(pattern, text):
+            raise wrong(tokens, f"must be {what}, not {text[:40]!r}")
+        return build(text)
+
+    return Parameter(converter=convert, **more)
+
+
 def _seconds(_: object, tokens: Sequence[Token]) -> float:
     text = tokens[0].value
     try:
@@ -58,13 +70,29 @@ def _seconds(_: object, tokens: Sequence[Token]) -> float:
     return value
 
 
-def _device(_: object, tokens: Sequence[Token]) -> str:
-    text = tokens[0].value
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
-        raise wrong(
-            tokens, f"must be a device, cuda, cuda:1 or the like, or cpu, not {text[:40]!r}"
-        )
-    return see_only(text)
+def see_only(device: str) -> str:
+    """Hide all GPUs except that of "cuda:1" from this process and those it starts; return "cuda".
+
+    So whatever takes the first or the current GPU takes that one, also in a worker. Raises
+    UnavailableDeviceError, also if CUDA has started in this process: it looks only once.
+    """
+    kind, _, index = device.partition(":")
+    if not index:
+        return kind
+    import torch
+
+    from gpt2_infer.errors import UnavailableDeviceError
+
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    visible = [*map(str, range(1000))] if before is None else before.split(",")
+    os.environ[name] = dict(enumerate(visible)).get(int(index), "")
+    has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if has_started or torch.cuda.device_count() != 1:
+        os.environ.pop(name)
+        os.environ |= {} if before is None else {name: before}
+        raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
+    return kind
 
 
 _ONE, _ZERO, _TWO = Meta(ge=1, le=_INT32), Meta(ge=0, le=_INT32), Meta(ge=2, le=_INT32)
@@ -75,43 +103,44 @@ Rounds: TypeAlias = Annotated[int, _TWO, _integer(_TWO)]  # one sample has no sp
 Seed: TypeAlias = Annotated[int, _SEED, _integer(_SEED)]
 Seconds: TypeAlias = Annotated[float, _SECONDS, Parameter(converter=_seconds)]
 Device: TypeAlias = Annotated[
-    Literal["cuda", "cpu"], Parameter(converter=_device, show_choices=False)
+    Literal["cuda", "cpu"],
+    matching(
+        r"cpu|cuda(:\d{1,3})?",
+        "a device, cuda, cuda:1 or the like, or cpu",
+        see_only,
+        show_choices=False,
+    ),
 ]
 Dtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 KernelDtype: TypeAlias = Literal["float32", "float16", "bfloat16", "float64"]
 
 MANY = Parameter(consume_multiple=1)
 HIDDEN = Parameter(parse=False)
-BACKEND = Parameter(name="BACKEND", help="backend name or version file, *.cu")
-DEVICE = Parameter(help="device: cuda, cuda:1 or the like, or cpu (default: cuda if available)")
-HEAD_DIM = Parameter(help="head dimension (default: 64, or the first supported)")
-FULL = Parameter(help="omit the causal mask")
-SEQLEN = Parameter(help="sequence length in tokens")
-HEADS = Parameter(help="number of heads")
-BATCH = Parameter(help="batch size")
-TIMEOUT = Parameter(name="--timeout", help="time limit in seconds")
-MODEL = 'hub id, local folder, or "demo" for the bundled model'
-RANDOM_WEIGHTS = (
-    "random weights from a seed, in the size of --model (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
-    "distilgpt2, demo or a folder), without a download: for timing, as the text means nothing"
-)
-PRODUCTS = (
-    "how layers multiply float32 matrices of two rows or more on cuda: ieee-fp32, or 3xfp16, three "
-    "products of float16 numbers on tensor cores, about as exact"
-)
-TEXT_SEED = "seed of sampling, for prompt i SEED + i, and of random weights (default: 0)"
+BACKEND = Parameter(name="BACKEND")
+TIMEOUT = Parameter(name="--timeout")
+Counts: TypeAlias = Annotated[tuple[Count, ...], MANY]
+Names: TypeAlias = Annotated[tuple[str, ...], MANY]
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model, and where and how it runs."""
+    """The model, and where and how it runs.
 
-    model: Annotated[str, Parameter(help=MODEL)] = "openai-community/gpt2"
-    revision: Annotated[str | None, Parameter(help="branch, tag or commit of a hub id")] = None
-    random_weights: Annotated[bool, Parameter(help=RANDOM_WEIGHTS)] = False
-    device: Annotated[Device | None, DEVICE] = None
-    dtype: Annotated[Dtype, Parameter(help="dtype")] = "float32"
-    products: Annotated[ProductsName, Parameter(help=PRODUCTS)] = "ieee-fp32"
+    Attributes:
+        model: hub id, local folder, or "demo" for the bundled model
+        revision: branch, tag or commit of a hub id
+        random_weights: random weights in the size of --model, without a download, for timing
+        device: cuda, cuda:1 or the like, or cpu (default: cuda if available)
+        dtype: dtype of weights, activations and cache
+        products: float32 products of layers on cuda: ieee-fp32, or 3xfp16 on tensor cores
+    """
+
+    model: str = "openai-community/gpt2"
+    revision: str | None = None
+    random_weights: bool = False
+    device: Device | None = None
+    dtype: Dtype = "float32"
+    products: ProductsName = "ieee-fp32"
 
     def load(
         self,
@@ -145,21 +174,25 @@ class Model:
 
 @dataclass(frozen=True)
 class Text:
-    """Where a text ends, and how the next token is chosen: greedily without a temperature."""
+    """Where a text ends, and how the next token is chosen: greedily without a temperature.
 
-    max_new_tokens: Annotated[Count, Parameter(help="maximum number of new tokens per prompt")] = (
-        512
-    )
-    stop: Annotated[
-        tuple[str, ...], Parameter(help="stop string, which ends the text before it; repeatable")
-    ] = ()
-    ignore_eos: Annotated[bool, Parameter(help="continue past the end-of-text token")] = False
-    temperature: Annotated[float, Parameter(help="divisor of the logits; 0 is greedy")] = 0.0
-    top_k: Annotated[Size, Parameter(help="most likely tokens to sample from; 0 is all")] = 0
-    top_p: Annotated[
-        float, Parameter(help="total probability of the most likely tokens to sample; 1 is all")
-    ] = 1.0
-    seed: Annotated[Seed | None, Parameter(help=TEXT_SEED)] = None
+    Attributes:
+        max_new_tokens: maximum number of new tokens per prompt
+        stop: stop string, which ends the text before it; repeatable
+        ignore_eos: continue past the end-of-text token
+        temperature: divisor of the logits; 0 is greedy
+        top_k: number of most likely tokens to sample from; 0 is all
+        top_p: total probability of the most likely tokens to sample from; 1 is all
+        seed: seed of sampling, for prompt i SEED + i, and of random weights (default: 0)
+    """
+
+    max_new_tokens: Count = 512
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    top_k: Size = 0
+    top_p: float = 1.0
+    seed: Seed | None = None
 
     def settings(self, model: Model) -> dict[str, Any]:
         """Return the fields of a request; raises RequestError for a seed that has no effect."""
@@ -172,28 +205,3 @@ class Text:
             )
         ends = ("max_new_tokens", "stop", "ignore_eos")
         return {name: asdict(self)[name] for name in ends} | {"sampling": sampling}
-
-
-def see_only(device: str) -> str:
-    """Hide all GPUs except that of "cuda:1" from this process and those it starts; return "cuda".
-
-    So whatever takes the first or the current GPU takes that one, also in a worker. Raises
-    UnavailableDeviceError, also if CUDA has started in this process: it looks only once.
-    """
-    kind, _, index = device.partition(":")
-    if not index:
-        return kind
-    import torch
-
-    from gpt2_infer.errors import UnavailableDeviceError
-
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    visible = [*map(str, range(1000))] if before is None else before.split(",")
-    os.environ[name] = dict(enumerate(visible)).get(int(index), "")
-    has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if has_started or torch.cuda.device_count() != 1:
-        os.environ.pop(name)
-        os.environ |= {} if before is None else {name: before}
-        raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
-    return kind

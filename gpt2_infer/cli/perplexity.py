@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from gpt2_infer.cli.options import MANY, Count, Model
+from gpt2_infer.cli.options import Count, Model, Names
 
 if TYPE_CHECKING:
     from gpt2_infer.perplexity import Score
@@ -18,9 +18,6 @@ INPUT = (
     "UTF-8 text, .xz or plain, documents separated by a line <|endoftext|> (default: the bundled "
     "model's held-out books)"
 )
-BACKENDS = "attention backends to compare with NAIVE_PYTORCH"
-WINDOW = "tokens per forward pass (default: the model's maximum)"
-STRIDE = "tokens between the starts of two windows (default: half a window)"
 
 
 @dataclass(frozen=True)
@@ -45,18 +42,27 @@ class Scores:
 
 
 def perplexity(
-    path: Annotated[Path | None, Parameter(name="INPUT", help=INPUT)] = None,
+    path: Annotated[Path | None, Parameter(name="INPUT")] = None,
     /,
     *,
-    backends: Annotated[tuple[str, ...], MANY, Parameter(name="--backend", help=BACKENDS)] = (),
-    window: Annotated[Count | None, Parameter(help=WINDOW)] = None,
-    stride: Annotated[Count | None, Parameter(help=STRIDE)] = None,
-    max_tokens: Annotated[Count | None, Parameter(help="tokens to score (default: all)")] = None,
+    backends: Annotated[Names, Parameter(name="--backend")] = (),
+    window: Count | None = None,
+    stride: Count | None = None,
+    max_tokens: Count | None = None,
     model: Annotated[Model, Parameter(name="*", group="Model")] = Model(),
 ) -> Scores:
     """Score backends by how well the model predicts a text.
 
     Raises the errors of GPT2.from_pretrained(), perplexity.read_text() and perplexity.compare().
+
+    Args:
+        path: UTF-8 text, .xz or plain, documents separated by a line <|endoftext|> (default:
+            the bundled model's held-out books)
+        backends: attention backends to compare with NAIVE_PYTORCH
+        window: tokens per forward pass (default: the model's maximum)
+        stride: tokens between the starts of two windows (default: half a window)
+        max_tokens: tokens to score (default: all)
+        model: the model
     """
     from tqdm import tqdm
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,50 +12,28 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import msgspec
 from cyclopts import Parameter
 
-from gpt2_infer.cli.options import (
-    BACKEND,
-    BATCH,
-    FULL,
-    HEAD_DIM,
-    HEADS,
-    MANY,
-    Count,
-    KernelDtype,
-    Size,
-    wrong,
-)
+from gpt2_infer.cli.options import BACKEND, Count, Counts, KernelDtype, Names, Size, matching
 from gpt2_infer.cli.versions import call_shape, describe, version_of
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
-    from cyclopts import Token
-
     from attention_kernels.inspection.sass.stalls import StalledLine
     from attention_kernels.inspection.sass.timing import Prediction
     from gpt2_infer.bench.prediction import Likely
     from gpt2_infer.bench.record import File, Row
 
 GPU = "GPU: h200, h100, a100, t4 or rtx4090"
-SEQLENS = "sequence lengths in tokens"
-RESULTS = "folder of measured results (default: results, if it exists)"
-DTYPE = "dtype of a version that takes several (default: its first)"
-KERNEL = "predict this kernel of the file: *.cu, a cubin or a library with cubins"
-AXES = "{} of the kernel: X, X,Y or X,Y,Z"
-SHARED = "dynamic shared memory per block of the kernel, in bytes (default: what it accesses)"
-ARGUMENTS = "arguments of the kernel: f32[COUNT] for a buffer, ptr, a number, hex:BYTES or @FILE"
 SHOWN_PARTS = 3  # --json has all
 SHOWN_LINES = 10
 
 
-def _axes(_: object, tokens: Sequence[Token]) -> tuple[int, int, int]:
-    text = tokens[0].value
-    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8}){0,2}", text):
-        raise wrong(tokens, f"must be a size X, or X,Y or X,Y,Z, each 1 or more, not {text[:40]!r}")
-    x, y, z = [*map(int, text.split(",")), 1, 1][:3]
-    return x, y, z
-
-
-Axes: TypeAlias = Annotated[tuple[Count, Count, Count], Parameter(converter=_axes, n_tokens=1)]
+AXES = matching(
+    r"[1-9]\d{0,8}(,[1-9]\d{0,8}){0,2}",
+    "a size X, or X,Y or X,Y,Z, each 1 or more",
+    lambda text: tuple([*map(int, text.split(",")), 1, 1][:3]),
+    n_tokens=1,
+)
+Axes: TypeAlias = Annotated[tuple[Count, Count, Count], AXES]
 
 
 @dataclass(frozen=True)
@@ -89,28 +66,45 @@ def predict(
     name: Annotated[str, BACKEND],
     /,
     *,
-    gpu: Annotated[str, Parameter(help=GPU)] = "h200",
-    seqlens: Annotated[tuple[Count, ...], MANY, Parameter(name="--seqlen", help=SEQLENS)] = (1024,),
-    head_dim: Annotated[Count | None, HEAD_DIM] = None,
-    batch: Annotated[Count, BATCH] = 1,
-    heads: Annotated[Count, HEADS] = 12,
-    full: Annotated[bool, FULL] = False,
-    dtype: Annotated[KernelDtype | None, Parameter(help=DTYPE)] = None,
-    kernel: Annotated[str | None, Parameter(help=KERNEL)] = None,
-    grid: Annotated[Axes | None, Parameter(help=AXES.format("blocks"))] = None,
-    block: Annotated[Axes | None, Parameter(help=AXES.format("threads per block"))] = None,
-    shared: Annotated[Size | None, Parameter(help=SHARED)] = None,
-    args: Annotated[
-        tuple[str, ...], MANY, Parameter(help=ARGUMENTS, allow_leading_hyphen=True)
-    ] = (),
-    results: Annotated[Path | None, Parameter(help=RESULTS)] = None,
-    lines: Annotated[bool, Parameter(help="show which source lines stall, and why")] = False,
+    gpu: str = "h200",
+    seqlens: Annotated[Counts, Parameter(name="--seqlen")] = (1024,),
+    head_dim: Count | None = None,
+    batch: Count = 1,
+    heads: Count = 12,
+    full: bool = False,
+    dtype: KernelDtype | None = None,
+    kernel: str | None = None,
+    grid: Axes | None = None,
+    block: Axes | None = None,
+    shared: Size | None = None,
+    args: Annotated[Names, Parameter(allow_leading_hyphen=True)] = (),
+    results: Path | None = None,
+    lines: bool = False,
 ) -> list[Predicted]:
     """Predict a kernel's time on a GPU in microseconds, and what limits it, without that GPU.
 
     A model of machine code and memory accesses: rarely off by more than 35 %, but no measurement;
     `assumed` says what it did not know. With `kernel`, grid, block, shared and args replace the
     shape. Needs nvcc for *.cu. Raises RequestError, UnsupportedError and BuildError.
+
+    Args:
+        name: backend name or version file, *.cu
+        gpu: GPU: h200, h100, a100, t4 or rtx4090
+        seqlens: sequence lengths in tokens
+        head_dim: head dimension (default: 64, or the first supported)
+        batch: batch size
+        heads: number of heads
+        full: omit the causal mask
+        dtype: dtype of a version that takes several (default: its first)
+        kernel: predict this kernel of the file: *.cu, a cubin or a library with cubins
+        grid: blocks of the kernel: X, X,Y or X,Y,Z
+        block: threads per block of the kernel: X, X,Y or X,Y,Z
+        shared: dynamic shared memory per block of the kernel, in bytes (default: what it
+            accesses)
+        args: arguments of the kernel: f32[COUNT] for a buffer, ptr, a number, hex:BYTES or
+            @FILE
+        results: folder of measured results (default: results, if it exists)
+        lines: show which source lines stall, and why
     """
     of_a_call = {
         "--seqlen": seqlens != (1024,),

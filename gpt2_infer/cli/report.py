@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from gpt2_infer.cli.console import EXIT_FAILED, show
-from gpt2_infer.cli.options import FULL, HEAD_DIM, HIDDEN, SEQLEN, TIMEOUT, Count, Seconds
+from gpt2_infer.cli.options import HIDDEN, TIMEOUT, Count, Seconds
 from gpt2_infer.cli.versions import usual_head_dim, versions_of
 from gpt2_infer.errors import RequestError
 from gpt2_infer.files import check_writable
@@ -18,9 +18,6 @@ from gpt2_infer.files import check_writable
 if TYPE_CHECKING:
     from attention_kernels.judge.conformance import Report
     from attention_kernels.ladder.header import VersionHeader
-
-NAMES = "backend names, version files, *.cu, or results files, *.json"
-FAMILY = "ladder whose versions are added, with the predictions in the results"
 
 
 @dataclass(frozen=True)
@@ -34,21 +31,32 @@ class Page:
 
 
 def report(
-    names: Annotated[tuple[str, ...], Parameter(name="WHAT", help=NAMES)] = (),
+    names: Annotated[tuple[str, ...], Parameter(name="WHAT")] = (),
     /,
     *,
-    family: Annotated[str | None, Parameter(help=FAMILY)] = None,
-    out: Annotated[Path, Parameter(help="HTML file")] = Path("report.html"),
-    gpu: Annotated[str, Parameter(help="GPU to predict for, or none")] = "h200",
-    seqlen: Annotated[Count, SEQLEN] = 128,
-    head_dim: Annotated[Count | None, HEAD_DIM] = None,
-    full: Annotated[bool, FULL] = False,
+    family: str | None = None,
+    out: Path = Path("report.html"),
+    gpu: str = "h200",
+    seqlen: Count = 128,
+    head_dim: Count | None = None,
+    full: bool = False,
     timeout_s: Annotated[Seconds, TIMEOUT] = 600.0,
     live: Annotated[bool, HIDDEN] = False,
 ) -> Page:
     """Write an HTML report on kernels, line by line, and on results.
 
-    live: print each verdict when it is there. Raises RequestError and the errors of make_page().
+    Raises RequestError and the errors of make_page().
+
+    Args:
+        names: backend names, version files, *.cu, or results files, *.json
+        family: ladder whose versions are added, with the predictions in the results
+        out: HTML file
+        gpu: GPU to predict for, or none
+        seqlen: sequence length in tokens
+        head_dim: head dimension (default: 64, or the first supported)
+        full: omit the causal mask
+        timeout_s: time limit in seconds
+        live: print each verdict when it is there
     """
     from gpt2_infer.bench import selection
     from gpt2_infer.bench.record import Shape

@@ -97,8 +97,14 @@ async def _list(_: ServerRequestContext, __: PaginatedRequestParams | None) -> L
             [arguments_of(function)], schema_hook=lambda _: {"type": "string"}
         )
         schema = components[schema["$ref"].rpartition("/")[2]]
-        text = inspect.getdoc(function)
-        tools.append(Tool(name=name, description=text, input_schema={"type": "object", **schema}))
+        text = (function.__doc__ or "").partition("\n    Args:\n")[0]
+        tools.append(
+            Tool(
+                name=name,
+                description=inspect.cleandoc(text),
+                input_schema={"type": "object", **schema},
+            )
+        )
     return ListToolsResult(tools=tools)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
 from msgspec import to_builtins
 
 from attention_kernels import child
@@ -21,6 +20,7 @@ from gpt2_infer.cli.options import (
     BACKEND,
     HIDDEN,
     MANY,
+    TIMEOUT,
     Device,
     KernelDtype,
     Seconds,
@@ -36,13 +36,6 @@ if TYPE_CHECKING:
 
 NVCC_ARCH = "90"  # an emulated version is also test-compiled for this
 SHOWN_FAILURES = 5
-DEVICE = "device: cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else cpu)"
-SANITIZE = (
-    "also look for bad accesses and races: with AddressSanitizer in the emulator, with "
-    "compute-sanitizer on a GPU"
-)
-QUICK = "run only the checks that find the most in their time, and do not time the kernel"
-TIMEOUT = Parameter(name="--timeout", help="time limit of each check in seconds")
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,7 @@ class Findings:
             "budget_rule": self.budget_rule,
             "failures": to_builtins(self.failures),
             "pattern": pattern(report.tried),
-            "worst": worst_case(*report.worst) if report.worst else None,
+            "worst": _worst(*report.worst) if report.worst else None,
             "nvcc": self.nvcc,
             "timing": self.timing,
         }
@@ -140,15 +133,13 @@ def verify(
     name: Annotated[str, BACKEND],
     /,
     *,
-    device: Annotated[Device | None, Parameter(help=DEVICE)] = None,
-    dtypes: Annotated[tuple[KernelDtype, ...], MANY, Parameter(help="dtypes (default: all)")] = (),
-    seed: Annotated[Seed | None, Parameter(help="seed of the inputs (default: drawn)")] = None,
+    device: Device | None = None,
+    dtypes: Annotated[tuple[KernelDtype, ...], MANY] = (),
+    seed: Seed | None = None,
     timeout_s: Annotated[Seconds, TIMEOUT] = 300.0,
-    sanitize: Annotated[bool, Parameter(help=SANITIZE)] = False,
-    quick: Annotated[bool, Parameter(help=QUICK)] = False,
-    no_timing: Annotated[
-        bool, Parameter(help="only check; emulated kernels are never timed")
-    ] = False,
+    sanitize: bool = False,
+    quick: bool = False,
+    no_timing: bool = False,
     live: Annotated[bool, HIDDEN] = False,
     on_check: Annotated[Callable[[int, int], object], HIDDEN] = lambda done, total: None,
 ) -> Verdicts:
@@ -157,8 +148,22 @@ def verify(
     Passed means that no check of a suite, with inputs drawn from `seed`, found an error over its
     budget, a dependence on later keys, a race or state shared between calls. It is no proof. The
     kernel runs in a process of its own; timeout_s limits each check. Without a seed, one is drawn
-    and reported, to repeat the run. An alias is every backend that it stands for. live: print
-    failures when they are found. Raises the errors of conformance.verify().
+    and reported, to repeat the run. An alias is every backend that it stands for. Raises the
+    errors of conformance.verify().
+
+    Args:
+        name: backend name or version file, *.cu
+        device: cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else
+            cpu)
+        dtypes: dtypes (default: all)
+        seed: seed of the inputs (default: drawn)
+        timeout_s: time limit of each check in seconds
+        sanitize: also look for bad accesses and races: with AddressSanitizer in the emulator,
+            with compute-sanitizer on a GPU
+        quick: run only the checks that find the most in their time, and do not time the kernel
+        no_timing: only check; emulated kernels are never timed
+        live: print failures when they are found
+        on_check: called after each check with the number that are done and of all
     """
     child.start_server()  # it imports torch while this process does
     if not (no_timing or quick):  # before its process could write a file in a module's place
@@ -218,7 +223,7 @@ def exit_status(found: Verdicts) -> int:
     return 0 if found.passed else EXIT_FAILED
 
 
-def worst_case(case: Case | DecodeCase, verdict: Verdict) -> dict[str, Any]:
+def _worst(case: Case | DecodeCase, verdict: Verdict) -> dict[str, Any]:
     """Return the case nearest to its budget, and its errors by each rule; None if not finite."""
     errors = {
         "error": (verdict.error, verdict.budget, verdict.naive_error),
@@ -356,7 +361,7 @@ def _lines(findings: Findings) -> Iterator[str]:
     yield from (f"  FAILED: {one.what}: {one.why}" for one in stages.get("nvcc", []))
     if findings.passed and emulated:
         yield "  no timing: it ran in the CPU emulator, which says nothing about its speed"
-    yield from _times(findings.timing)
+    yield from times(findings.timing)
     yield from (f"  FAILED: {one.what}\n          {one.why}" for one in stages.get("timing", []))
 
 
@@ -394,7 +399,7 @@ def _outcome(report: Report, failures: Sequence[Failure]) -> Iterator[str]:
         if common := pattern(report.tried):
             yield f"  {common}"
     elif report.worst:
-        worst = worst_case(*report.worst)
+        worst = _worst(*report.worst)
         status = worst["status"]
         yield f"  {'worst' if status == 'passed' else status}: {worst['case']}"
         for one in worst["errors"]:
@@ -403,7 +408,7 @@ def _outcome(report: Report, failures: Sequence[Failure]) -> Iterator[str]:
             yield f"    {one['rule']:<9} {measured}, budget {budget}, plain PyTorch's {naive}"
 
 
-def _times(timing: Sequence[dict[str, Any]]) -> Iterator[str]:
+def times(timing: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the time of the kernel alone next to plain PyTorch's."""
     dtype = ""
     for one in timing:

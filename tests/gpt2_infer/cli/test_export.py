@@ -270,14 +270,14 @@ def test_the_readme_has_verdict_budget_times_and_their_commands(kernel, capsys, 
     for part in (
         "It passed 2 checks against float64 in the CPU emulator",
         "gpt2-infer verify csrc/v01_mine.cu --device cpu --quick --seed 7",
-        "| error | 3.00e-06 | 4.00e-06 | 2.00e-06 |",
-        "A budget is 2 times the distance of plain PyTorch from float64",
+        "    error     3.00e-06, budget 4.00e-06, plain PyTorch's 2.00e-06",
+        "a budget is 2 times the distance of plain PyTorch from float64",
         "Not measured, because there was no GPU.",
-        "Predicted for H200 SXM, N=1024 H=12 head_dim=32: 90 us, bound by ",
+        "v01_mine.cu on H200 SXM: B=1 H=12 head_dim=32 causal; microseconds",
         "gpt2-infer predict csrc/v01_mine.cu --gpu h200",
     ):
         assert part in text
-    for command in re.findall(r"^gpt2-infer (.+)$", text, re.MULTILINE):
+    for command in re.findall(r"^\$ gpt2-infer (.+)$", text, re.MULTILINE):
         parse(shlex.split(command))
     assert (out / "csrc" / "v01_mine.cu").read_text() == kernel.read_text()
 
@@ -293,8 +293,9 @@ def test_the_readme_has_the_measured_times(kernel, capsys, monkeypatch, tmp_path
     status, _, err = run(capsys, "export", str(kernel), *words)
     assert status == 0, err
     text = (tmp_path / "fast-rows" / "README.md").read_text()
-    assert re.search(r"\| V01_MINE \| N=.* float32 \| 3.0 \| 2.0 \| 4.0 \|", text)
-    assert "The kernel alone, on NVIDIA H200" in text
+    assert "checks against float64 on NVIDIA H200" in text
+    assert "  time of the kernel alone, N=" in text
+    assert re.search(r"V01_MINE +3\.0 us \(2\.0 \.\. 4\.0\)", text)
 
 
 @pytest.mark.usefixtures("found")
@@ -395,5 +396,5 @@ def test_the_whole_command(device, tmp_path):
         assert "No time is predicted: CUDACXX asks for /nowhere/nvcc" in text
     else:
         assert "12 checks against float64 on NVIDIA" in text
-        assert re.search(r"\| V01_WARP_PER_ROW \| N=.* float32 \| [\d.]+ \| ", text)
-        assert "Predicted for H200 SXM, N=1024 H=12" in text
+        assert re.search(r"V01_WARP_PER_ROW +[\d.]+ us", text)
+        assert "v01_warp_per_row.cu on H200 SXM: B=1 H=12" in text
