@@ -17,9 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from attention_kernels.precision import PLAIN_PRECISIONS
-from gpt2_infer.checks import check_type
 from gpt2_infer.config import GPT2Config, named_config
-from gpt2_infer.errors import ConfigError, RequestError, UnavailableDeviceError, WeightsError
+from gpt2_infer.errors import (
+    ConfigError,
+    RequestError,
+    UnavailableDeviceError,
+    WeightsError,
+    check_type,
+)
 from gpt2_infer.files import read_json_object
 from gpt2_infer.linear import lay_out
 from gpt2_infer.tokenizer import Tokenizer

@@ -17,9 +17,8 @@ import torch
 from tqdm import tqdm
 
 from attention_kernels.contract import dtype_name
-from gpt2_infer.checks import check_type
 from gpt2_infer.engines import Engine, lend_engine
-from gpt2_infer.errors import NotFiniteError, RequestError
+from gpt2_infer.errors import NotFiniteError, RequestError, check_type
 from gpt2_infer.linear import without_autocast
 from gpt2_infer.model import GPT2
 from gpt2_infer.prepared import clear_all

@@ -34,14 +34,12 @@ from gpt2_infer.checkpoint import (
     resolve_device,
     resolve_dtype,
 )
-from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config, ProductsName
-from gpt2_infer.errors import ConfigError, RequestError
+from gpt2_infer.errors import ConfigError, RequestError, check_integer, check_type
 from gpt2_infer.linear import (
     Linear,
     project,
     weight_and_bias,
-    weights_stamp,
     with_room,
     without_autocast,
 )
@@ -211,7 +209,8 @@ class GPT2(nn.Module):
         self.config = config
         self._attention, self._decode_attention = _specs(attention, decode_attention)
         self.tokenizer: Tokenizer | None = None
-        self._prepared = Prepared()
+        self.prepared = Prepared()
+        """Engines for later calls."""
         self.wte, self.wpe = (
             # Its own initialization would import torch's compiler, which takes a second.
             nn.Embedding(rows, config.n_embd, _weight=torch.empty(rows, config.n_embd))
@@ -321,21 +320,26 @@ class GPT2(nn.Module):
         looked_up = [self.wpe] if self.lm_head is None else [self.wpe, self.wte]
         return sum(p.nbytes for p in self.parameters()) - sum(e.weight.nbytes for e in looked_up)
 
-    @property
-    def prepared(self) -> Prepared:
-        """The cache of engines for later calls; empty if the weights have changed since."""
-        self._prepared.check(weights_stamp(_parameters(self)))
-        return self._prepared
-
     def release(self) -> None:
-        """Free the state cached for later calls: KV caches, captured graphs, packed weights.
-
-        Also call it after changing weights through `.data`, which PyTorch does not track.
-        """
+        """Free the state cached for later calls: KV caches, captured graphs, packed weights."""
         linears = [module for module in self.h.modules() if isinstance(module, Linear)]
-        cleared = [self._prepared.clear(), *(linear.release() for linear in linears)]
+        cleared = [self.prepared.clear(), *(linear.release() for linear in linears)]
         if any(cleared) and self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def weights_changed(self) -> None:
+        """Discard everything made from the weights; call it after changing any of them.
+
+        Otherwise later calls may use packed copies of the old weights, or graphs that read their
+        memory. Copies from with_products() need a call of their own. Moving the model calls it.
+        """
+        self.release()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT2:
+        # to(), half(), cuda() and the like
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weights_changed()
+        return self
 
     @property
     def attention(self) -> BackendSpec:
@@ -585,14 +589,8 @@ def check_backend(
     if reason := spec.unavailable_reason(device):
         raise UnavailableBackendError(spec.name, reason)
     dtype = _attention_dtype(config, dtype)
-    reasons = spec.static_reasons(dtype, config.head_dim, device.type)
-    if not reasons and decode and not spec.has_decode(device.type):
-        reasons = [f"it has no decode kernel on {device.type}"]
-    if not reasons and not decode:
-        shape = (1, 16, config.n_head, config.head_dim)
-        q = torch.zeros(shape, dtype=dtype, device=device)
-        reasons = spec.unsupported_reasons(q, q, q)
-    if reasons:
+    q = torch.zeros(1, 16, config.n_head, config.head_dim, dtype=dtype, device=device)
+    if reasons := spec.refusals(q, q, q, decode=decode):
         raise UnsupportedError(spec.name, reasons)
 
 

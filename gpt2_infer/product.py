@@ -34,7 +34,7 @@ MAX_NORM = 4096  # largest number of columns of a LayerNorm
 EMULATED_MULTIPROCESSORS = 8
 
 
-def kernel_reasons(
+def refusals(
     device: torch.device, dtype: torch.dtype, dtypes: Sequence[str], widths: Sequence[int]
 ) -> list[str]:
     """Return the reasons why our own kernels, which take `dtypes`, cannot run a model."""
@@ -61,7 +61,7 @@ def check_products(
         raise RequestError(f"products must be one of {', '.join(PRODUCTS)}, not {products!r}")
     if products == "ieee-fp32":
         return
-    if reasons := kernel_reasons(device, dtype, ["float32"], widths):
+    if reasons := refusals(device, dtype, ["float32"], widths):
         raise RequestError(f"products {products} cannot be used: {'; '.join(reasons)}")
 
 

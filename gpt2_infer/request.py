@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.errors import RequestError
+from gpt2_infer.errors import RequestError, check_integer, check_type
 from gpt2_infer.sampling import Sampling
 from gpt2_infer.tokenizer import Tokenizer
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2_infer.checks import check_integer, check_number
-from gpt2_infer.errors import RequestError
+from gpt2_infer.errors import RequestError, check_integer, check_number
 
 MIN_TEMPERATURE = 1e-6  # logits / temperature overflows below this
 

@@ -30,10 +30,9 @@ from gpt2_infer.batch import folder, formats
 from gpt2_infer.batch.folder import BatchError
 from gpt2_infer.batch.formats import InputRow
 from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_device
-from gpt2_infer.checks import check_integer, check_type
 from gpt2_infer.config import GPT2Config, ProductsName
 from gpt2_infer.engines.continuous import Completion, Continuous
-from gpt2_infer.errors import RequestError
+from gpt2_infer.errors import RequestError, check_integer, check_type
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import Request
 from gpt2_infer.sampling import Sampling

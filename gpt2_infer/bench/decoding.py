@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,16 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2_infer.bench import models
+from gpt2_infer.bench.limits import read_bandwidth
 from gpt2_infer.bench.record import DecodeCell, Row
 from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subject
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
-from gpt2_infer.device_time import read_bandwidth
-from gpt2_infer.engines import lend_engine
-from gpt2_infer.engines.fused import Fused
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
 from gpt2_infer.model import GPT2, KVCache
-from gpt2_infer.request import EngineName, Request
+from gpt2_infer.request import EngineName
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
 TRANSFORMERS = {
@@ -32,7 +29,6 @@ TRANSFORMERS = {
     ("cpu", "recompute"): "transformers, no cache",
 }
 RECIPE = "gpt-fast recipe"
-PORTABLE = "fused, sm_80"
 
 Run = Callable[[], tuple[list[list[int]], Mapping[str, Any]]]
 """Generates the text; returns its tokens and the seconds that it took, by metric."""
@@ -106,8 +102,6 @@ class Decoding(Subject[DecodeCell]):
             words = ", ".join(filter(None, [backend, name, *how.values()]))
             ours = model.with_products(products).with_attention(backend)
             yield words, program | how, _engine(ours, cell, name)
-        if self.study.portable:
-            yield PORTABLE, program, _portable(model, cell)
         if self.study.peers:
             peer = _transformers_prompt if cell.new_tokens == 1 else _transformers
             yield self._peer, {"program": "transformers"}, peer(model, cell)
@@ -150,28 +144,6 @@ def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
         return done.tokens, {"time": done.generation_s, "call": seconds, "marks": marks}
 
     return run
-
-
-def _portable(model: GPT2, cell: DecodeCell) -> Run:
-    """Return the run of the portable fused step, from its PTX."""
-    # A copy has engines of its own.
-    model = copy.deepcopy(model).up_to(cell.prompt_tokens + cell.new_tokens)
-    request = Request(
-        config=model.config,
-        tokenizer=None,
-        prompts=_prompts(model, cell),
-        max_new_tokens=cell.new_tokens,
-        mode=cell.mode,
-        ignore_eos=True,
-        engine="fused",
-    )
-    engine, keep = lend_engine(model, request)
-    assert isinstance(engine, Fused)
-    engine.arch = "compute_80"
-    with torch.inference_mode():
-        engine.warm_up()
-    keep()
-    return _engine(model, cell, "fused")
 
 
 def _whole_calls(model: GPT2, call: Callable[[], Tensor]) -> Run:

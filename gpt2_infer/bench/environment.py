@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
 import re
 import shlex
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -23,9 +19,7 @@ import torch
 from attention_kernels import BackendSpec
 from attention_kernels.judge.worker import source_files
 from attention_kernels.ladder import compilers
-from gpt2_infer.bench.instruction_rates import instruction_tflops
 from gpt2_infer.bench.record import Gpu, Provenance
-from gpt2_infer.device_time import device_seconds
 
 _ROOT = Path(__file__).parents[2]
 _SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp")
@@ -64,30 +58,6 @@ def provenance(*, besides: Path | None = None) -> Provenance:
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },
     )
-
-
-def gpu_limits(dtypes: Iterable[str], *, instructions: bool) -> dict[str, float]:
-    """Measure the GPU's limits: copy_gbps and, per dtype, matmul_<dtype>_tflops.
-
-    Medians of 5: a copy of 1 GiB, counting bytes read and written, and an 8192^3 product.
-    instructions: also those of instruction_tflops(), which are built first; with nvcc and compute
-    capability 8.0 or higher only. Raises BuildError.
-    """
-
-    def seconds(work: Callable[[], Any]) -> float:
-        return statistics.median([device_seconds(work) for _ in range(6)][1:])
-
-    source, target = torch.zeros(2, 2**30, dtype=torch.uint8, device="cuda")
-    limits = {"copy_gbps": 2 * 2**30 / seconds(lambda: target.copy_(source)) / 1e9}
-    for dtype in dtypes:
-        x = torch.randn(8192, 8192, device="cuda").to(getattr(torch, dtype))
-        out = torch.empty_like(x)
-        work = functools.partial(torch.mm, x, x, out=out)
-        limits[f"matmul_{dtype}_tflops"] = 2 * 8192**3 / seconds(work) / 1e12
-    can_build = not compilers.missing_compiler("cuda")
-    if instructions and can_build and torch.cuda.get_device_capability() >= (8, 0):
-        limits |= instruction_tflops()
-    return {key: float(f"{value:.4g}") for key, value in limits.items()}
 
 
 def source_digest() -> str:

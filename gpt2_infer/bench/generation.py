@@ -21,7 +21,7 @@ from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, RejectedError, Subject
-from gpt2_infer.diverge.backends import examine
+from gpt2_infer.diverge import examine
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate
 from gpt2_infer.model import GPT2

@@ -15,7 +15,7 @@ from attention_kernels.judge.driver import KERNEL_ERRORS
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.reference import check_precision
 from attention_kernels.judge.worker import Runner, keep_plugins_out, open_runner
-from gpt2_infer.bench import environment, selection
+from gpt2_infer.bench import limits, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject
 from gpt2_infer.errors import RequestError
@@ -61,7 +61,7 @@ class Kernels(Subject[KernelCell]):
         """Measure the GPU's bandwidth and arithmetic; no dtype is faster than float16."""
         if self.device == "cuda":
             dtypes = {"float16", *(cell.dtype for cell in self.cells if is_recorded)}
-            self._limits = environment.gpu_limits(sorted(dtypes), instructions=is_recorded)
+            self._limits = limits.gpu_limits(sorted(dtypes), instructions=is_recorded)
         return self._limits
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,14 +142,6 @@ class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
     seqlen: AtLeastOne = 1024
 
 
-class ProbeStudy(Study, kw_only=True, tag="probe"):
-    """What predictions have to know of a GPU, measured by scripts/probe.cu; needs nvcc."""
-
-    subject = "probe.Probe"
-    arch: str = "90a"
-    rounds: Rounds = 3
-
-
 class InstallStudy(Study, kw_only=True, tag="install"):
     """Each wheel of this package, from pip install to the first tokens, with empty caches."""
 
@@ -184,8 +175,6 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     """Matrix products, each with every backend and engine."""
     peers: bool = False
     """Whether transformers and, on CUDA with a cache, the gpt-fast recipe are contenders."""
-    portable: bool = False
-    """Whether the fused step for compute capability 8.0 is a contender; it needs a cache."""
     rounds: Rounds = 5
 
 
@@ -225,7 +214,6 @@ AnyStudy: TypeAlias = (
     | InspectionStudy
     | PredictionStudy
     | StallStudy
-    | ProbeStudy
     | InstallStudy
     | DecodeStudy
     | BatchStudy
@@ -279,8 +267,6 @@ class Subject(Generic[Cell]):
     """Initial rounds whose samples are dropped."""
     has_energy: bool = False
     """Whether the energy of a sample is measured, too, after the timed rounds."""
-    has_long_samples: bool = False
-    """Whether an interrupted cell keeps its finished samples."""
     device: str = "cpu"
     specs: Sequence[BackendSpec] = ()
     """The backends; their kernels are built before anything is measured."""
@@ -374,18 +360,18 @@ def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
         for cell in subject.cells:
             bar.set_description(str(cell))
             if str(cell) not in progress.cells:
-                progress.add(str(cell), _time_cell(subject, cell, bar, progress))
+                progress.add(str(cell), _time_cell(subject, cell, bar))
             bar.update()
     return [row for cell in subject.cells for row in progress.cells[str(cell)]]
 
 
-def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any], progress: Progress) -> list[Row]:
+def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
     timed: dict[str, Contender] = {}
     bar.set_postfix_str("checking")
     for contender in subject.contenders(cell):
         timed[contender.row.contender] = contender
         bar.set_postfix_str(f"{contender.row.contender}: {contender.row.status}")
-    outcomes = _outcomes(subject, cell, timed, bar, progress)
+    outcomes = _outcomes(subject, timed, bar)
     for contender in timed.values():
         contender.sample = None  # release captured graphs before the rechecks
     for name, outcome in outcomes.items():
@@ -397,18 +383,10 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any], progress: Progr
 
 
 def _outcomes(
-    subject: Subject[Any],
-    cell: Any,
-    timed: Mapping[str, Contender],
-    bar: tqdm[Any],
-    progress: Progress,
+    subject: Subject[Any], timed: Mapping[str, Contender], bar: tqdm[Any]
 ) -> dict[str, list[Mapping[str, Any]] | RejectedError]:
     """Take all samples of a cell, and then measure their energy."""
     samples = {name: one.sample for name, one in timed.items() if one.sample}
-    if subject.has_long_samples:
-        samples = {
-            name: _resuming(sample, f"{cell}, {name}", progress) for name, sample in samples.items()
-        }
     found = interleave(
         samples,
         rounds=subject.rounds,
@@ -430,25 +408,6 @@ def _outcomes(
             else:
                 timed[name].beside.extend(rows)
     return found
-
-
-def _resuming(
-    sample: Callable[[], Mapping[str, float]], name: str, progress: Progress
-) -> Callable[[], Mapping[str, float]]:
-    """Wrap sample() so that each sample is kept, and those of an interrupted run come first."""
-    numbers = itertools.count(1)
-
-    def take() -> Mapping[str, float]:
-        key = f"{name}, sample {next(numbers)}"
-        if key not in progress.cells:
-            rows = [
-                Row(contender=name, metric=metric, unit="s", samples=[value])
-                for metric, value in sample().items()
-            ]
-            progress.add(key, rows)
-        return {row.metric: row.samples[0] for row in progress.cells[key]}
-
-    return take
 
 
 def _note(contender: Contender, outcome: list[Mapping[str, Any]] | RejectedError) -> None:

@@ -120,7 +120,7 @@ def _read_gb_s(device: torch.device) -> float | None:
     """Measure the GPU's read bandwidth; None if there is no memory left for the test buffer."""
     import torch
 
-    from gpt2_infer.device_time import read_bandwidth
+    from gpt2_infer.bench.limits import read_bandwidth
 
     try:
         return round(read_bandwidth(device), 1)

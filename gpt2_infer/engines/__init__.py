@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from gpt2_infer.engines import cpu_step, fused, recompute
 from gpt2_infer.engines.base import Engine, room
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.cpu_step import FusedOnCPU
@@ -26,10 +25,7 @@ def make_engine(model: GPT2, request: Request) -> Engine:
     Raises RequestError with all reasons against a named engine, and UnavailableBackendError or
     UnsupportedError if the backend cannot decode.
     """
-    kind, name = _choose(model, request)
-    if kind is Cached:
-        model.check_decode()  # fail now, not after a long prefill
-    return kind(model, request, name)
+    return _make(model, request, *_choose(model, request))
 
 
 def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], None]]:
@@ -40,11 +36,11 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
     """
     kind, name = _choose(model, request)
     if name == "eager" or not room(model.device):
-        return make_engine(model, request), lambda: None
+        return _make(model, request, kind, name), lambda: None
     prepared, key = model.prepared, kind.shape(model, request, name)
     stamp, kept = prepared.stamp, prepared.take(key)
     if kept is None:
-        engine = make_engine(model, request)
+        engine = _make(model, request, kind, name)
     else:
         engine = cast("Engine", kept)
         engine.clear()
@@ -57,36 +53,24 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
     return engine, keep
 
 
+def _make(model: GPT2, request: Request, kind: type[Engine], name: EngineName) -> Engine:
+    if kind is Cached:
+        model.check_decode()  # fail now, not after a long prefill
+    return kind(model, request, name)
+
+
 def _choose(model: GPT2, request: Request) -> tuple[type[Engine], EngineName]:
-    if request.engine == "auto":
-        name = next(name for name in FASTEST_FIRST if not _reasons(model, request, name))
-    elif reasons := _reasons(model, request, request.engine):
-        raise RequestError(
-            f"the {request.engine} engine does not support this: {'; '.join(reasons)}"
-        )
-    else:
-        name = request.engine
+    names = FASTEST_FIRST if request.engine == "auto" else (request.engine,)
+    for name in names:
+        kind = _kind(model, request, name)
+        if not (reasons := kind.refusals(model, request, name)):
+            return kind, name
+    raise RequestError(f"the {name} engine does not support this: {'; '.join(reasons)}")
+
+
+def _kind(model: GPT2, request: Request, name: EngineName) -> type[Engine]:
     if request.mode == "recompute":
-        return Recompute, name
+        return Recompute
     if name != "fused":
-        return Cached, name
-    return (FusedOnCPU if model.device.type == "cpu" else Fused), name
-
-
-def _reasons(model: GPT2, request: Request, name: EngineName) -> list[str]:
-    """Return the reasons against an engine; only those against fused may build code."""
-    is_cached = request.mode == "kv-cache"
-    if name == "eager":
-        return []
-    if name == "fused" and is_cached:
-        if model.device.type == "cpu":
-            return cpu_step.unsupported_reasons(model, request)
-        return fused.unsupported_reasons(model, request)
-    if name == "fused":
-        reasons = recompute.unsupported_reasons(model, request)
-    else:
-        reasons = [] if model.device.type == "cuda" else ["it needs a CUDA device"]
-    specs = [model.attention, *([model.decode_attention] if is_cached else [])]
-    return reasons + [
-        f"{spec.name} cannot be captured in a CUDA graph" for spec in specs if not spec.cuda_graphs
-    ]
+        return Cached
+    return FusedOnCPU if model.device.type == "cpu" else Fused

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attention_kernels import BackendSpec
 from gpt2_infer import product
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.model import GPT2
@@ -46,6 +47,15 @@ class Engine:
         self._newest_graph: torch.cuda.CUDAGraph | None = None
         self._nbytes: int | None = None
         self.begin(model, request)
+
+    @classmethod
+    def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
+        """Return all reasons why the engine cannot run a request; only fused may build code."""
+        if name == "eager":
+            return []
+        reasons = [] if model.device.type == "cuda" else ["it needs a CUDA device"]
+        decoders = [model.decode_attention] if request.mode == "kv-cache" else []
+        return reasons + uncaptured(model.attention, *decoders)
 
     @classmethod
     def shape(cls, model: GPT2, request: Request, name: EngineName) -> Hashable:
@@ -192,11 +202,18 @@ def weights_by_rows(model: GPT2) -> tuple[Tensor, Tensor]:
     return wte, wte if model.lm_head is None else model.lm_head.weight.contiguous()
 
 
-def kernel_reasons(model: GPT2, dtypes: Sequence[str]) -> list[str]:
+def uncaptured(*specs: BackendSpec) -> list[str]:
+    """Return a reason for each backend that a CUDA graph cannot hold."""
+    return [
+        f"{spec.name} cannot be captured in a CUDA graph" for spec in specs if not spec.cuda_graphs
+    ]
+
+
+def kernel_refusals(model: GPT2, dtypes: Sequence[str]) -> list[str]:
     """Return the reasons why our own kernels, which take these dtypes, cannot run a model."""
     config = model.config
     widths = config.n_embd, config.inner_dim
-    reasons = product.kernel_reasons(model.device, model.dtype, dtypes, widths)
+    reasons = product.refusals(model.device, model.dtype, dtypes, widths)
     if not config.is_gelu_tanh:
         reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
     return reasons

@@ -19,7 +19,7 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
 from attention_kernels.registry import MANY_HEADS
-from gpt2_infer.engines.base import kernel_reasons
+from gpt2_infer.engines.base import kernel_refusals
 from gpt2_infer.linear import Linear, weight_and_bias
 from gpt2_infer.model import GPT2, MLP, Attention, Block, KVCache, keep
 
@@ -34,10 +34,10 @@ MAX_WIDTH = 8192
 MANY, LONG = 1024, 2048
 
 
-def unsupported_reasons(model: GPT2, batch: int) -> list[str]:
+def refusals(model: GPT2, batch: int) -> list[str]:
     """Return the reasons why a batch cannot run in these kernels; small ones were not measured."""
     config = model.config
-    reasons = kernel_reasons(model, DTYPES)
+    reasons = kernel_refusals(model, DTYPES)
     if (heads := batch * config.n_head) < MANY_HEADS:
         reasons.append(f"{heads} rows times heads (it takes {MANY_HEADS} or more)")
     if config.n_embd > MAX_WIDTH:

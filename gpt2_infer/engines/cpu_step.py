@@ -20,30 +20,9 @@ from attention_kernels.ladder.op import load_op
 from gpt2_infer.engines.fused import MAX_BATCH, Fused
 from gpt2_infer.linear import Linear
 from gpt2_infer.model import GPT2, Block, KVCache
-from gpt2_infer.request import Request
+from gpt2_infer.request import EngineName, Request
 
 SOURCE = Path(__file__).parent / "csrc" / "v03_cpu_step.cu"
-
-
-def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
-    """Return the reasons why the fused engine cannot decode this model and request on a CPU.
-
-    Builds the code if nothing else is against it.
-    """
-    config, dtype, reasons = model.config, dtype_name(model.dtype), []
-    if dtype != "float32":
-        reasons.append(f"dtype {dtype} (on a CPU it takes float32)")
-    if not config.is_gelu_tanh:
-        reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
-    if len(request.rows) > MAX_BATCH:
-        reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
-    if model.decodes_with_named_backend:
-        reasons.append(f"decoding with the named backend {model.decode_attention.name}")
-    if missing := compilers.missing_compiler("emulator"):
-        reasons.append(missing)
-    if not reasons and isinstance(failure := _op(), str):
-        reasons.append(failure)
-    return reasons
 
 
 @functools.cache
@@ -57,6 +36,24 @@ def _op() -> Callable[..., None] | str:
 
 class FusedOnCPU(Fused):
     """Runs the prompts eagerly and decodes in our own code."""
+
+    @classmethod
+    def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
+        """Return all reasons why the engine cannot run a request; without any, build the code."""
+        config, dtype, reasons = model.config, dtype_name(model.dtype), []
+        if dtype != "float32":
+            reasons.append(f"dtype {dtype} (on a CPU it takes float32)")
+        if not config.is_gelu_tanh:
+            reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
+        if len(request.rows) > MAX_BATCH:
+            reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
+        if model.decodes_with_named_backend:
+            reasons.append(f"decoding with the named backend {model.decode_attention.name}")
+        if missing := compilers.missing_compiler("emulator"):
+            reasons.append(missing)
+        if not reasons and isinstance(failure := _op(), str):
+            reasons.append(failure)
+        return reasons
 
     @staticmethod
     def padded_rows(request: Request) -> list[list[int]]:

@@ -22,11 +22,11 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.engines.base import kernel_reasons, weights_by_rows
+from gpt2_infer.engines.base import kernel_refusals, weights_by_rows
 from gpt2_infer.engines.cached import Cached
-from gpt2_infer.engines.recompute import Forward, forward_reasons
+from gpt2_infer.engines.recompute import Forward
 from gpt2_infer.model import GPT2, KVCache
-from gpt2_infer.request import Request
+from gpt2_infer.request import EngineName, Request
 
 DECODE_ATTENTION = "FUSED"
 SOURCE = Path(__file__).parent / "csrc" / "v02_early_launches.cu"
@@ -44,20 +44,6 @@ HEAD_STATIC_BYTES = 4096  # reserved in the kernel of the logits, by struct Ring
 MAX_STATIC_BYTES = 48 * 1024  # limit on a kernel's static shared memory
 EARLY = (9, 0)  # from this compute capability on: early launches, bulk copies and clusters
 PORTABLE = (8, 0)  # the step without them
-
-
-def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
-    """Return the reasons why the fused engine cannot decode this model and request."""
-    reasons = kernel_reasons(model, DTYPES)
-    if len(request.rows) > MAX_BATCH:
-        reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
-    if (head_dim := model.config.head_dim) not in (32, 64, 128):
-        reasons.append(f"head_dim {head_dim} (it takes 32, 64, 128)")
-    if not request.check_finite:
-        reasons.append("logits that are not checked for NaN and infinity")
-    if model.decodes_with_named_backend:
-        reasons.append(f"decoding with the named backend {model.decode_attention.name}")
-    return reasons or shape_on(model, power_of_two(len(request.rows))).unsupported_reasons
 
 
 def x_bytes(width: int, dtype: torch.dtype, batch: int) -> int:
@@ -88,6 +74,20 @@ class Fused(Cached):
     arch: str | None = None
     """For tests and studies: the architecture to build the portable step for, "compute_80"."""
 
+    @classmethod
+    def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
+        """Return all reasons why the engine cannot run a request."""
+        reasons = kernel_refusals(model, DTYPES)
+        if len(request.rows) > MAX_BATCH:
+            reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
+        if (head_dim := model.config.head_dim) not in (32, 64, 128):
+            reasons.append(f"head_dim {head_dim} (it takes 32, 64, 128)")
+        if not request.check_finite:
+            reasons.append("logits that are not checked for NaN and infinity")
+        if model.decodes_with_named_backend:
+            reasons.append(f"decoding with the named backend {model.decode_attention.name}")
+        return reasons or shape_on(model, power_of_two(len(request.rows))).refusals
+
     @property
     def decode_attention(self) -> str:
         """The name of the step's own attention, which is not a backend."""
@@ -102,7 +102,7 @@ class Fused(Cached):
     def prefill(self) -> None:
         """Run the prompts in our own kernels, if they can, and accept their first token."""
         tokens = self.tokens[:, : self.longest]
-        if forward_reasons(self.model, tokens.numel()):
+        if Forward.refusals(self.model, tokens.numel()):
             super().prefill()
             return
         if self.forward is None:
@@ -295,7 +295,7 @@ class StepShape:
         )
 
     @property
-    def unsupported_reasons(self) -> list[str]:
+    def refusals(self) -> list[str]:
         """The reasons why a block does not fit in its shared memory."""
         name, most = max(self.needed.items(), key=lambda one: one[1])
         reasons = []
@@ -312,7 +312,7 @@ class StepShape:
     @property
     def fits(self) -> bool:
         """Whether every block fits in its shared memory."""
-        return not self.unsupported_reasons
+        return not self.refusals
 
     @property
     def max_splits(self) -> int:

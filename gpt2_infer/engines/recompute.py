@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import BackendSpec
-from gpt2_infer.engines.base import Engine, kernel_reasons, round_up
+from gpt2_infer.engines.base import Engine, kernel_refusals, round_up, uncaptured
 from gpt2_infer.engines.ends import Ends
 from gpt2_infer.model import GPT2, Block, KVCache
 from gpt2_infer.product import MAX_NORM, Activation
@@ -16,22 +16,6 @@ from gpt2_infer.request import EngineName, Request
 
 # Up to this many rows our products were faster than the libraries' on an H200.
 MAX_ROWS = 2048
-
-
-def unsupported_reasons(model: GPT2, request: Request) -> list[str]:
-    """Return the reasons why the fused engine cannot run this model and request."""
-    longest = max(map(len, request.rows)) + request.max_new_tokens - 1
-    return forward_reasons(model, len(request.rows) * longest)
-
-
-def forward_reasons(model: GPT2, rows: int) -> list[str]:
-    """Return the reasons why Forward cannot run this model, or this many positions."""
-    reasons = kernel_reasons(model, ["float32"])
-    if model.config.n_embd > MAX_NORM:
-        reasons.append(f"n_embd {model.config.n_embd} (it takes up to {MAX_NORM})")
-    if rows > MAX_ROWS:
-        reasons.append(f"passes of up to {rows} positions (it takes up to {MAX_ROWS})")
-    return reasons
 
 
 class Recompute(Engine):
@@ -44,6 +28,15 @@ class Recompute(Engine):
         super().__init__(model, request, name)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.forward = Forward(model) if name == "fused" else None
+
+    @classmethod
+    def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
+        """Return all reasons why the engine cannot run a request."""
+        if name != "fused":
+            return super().refusals(model, request, name)
+        longest = max(map(len, request.rows)) + request.max_new_tokens - 1
+        reasons = Forward.refusals(model, len(request.rows) * longest)
+        return reasons + uncaptured(model.attention)
 
     @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
@@ -140,6 +133,16 @@ class Forward:
         norms = [block.ln_1 for block in blocks[1:]] + [model.ln_f]
         self.ends = Ends(model)
         self.layers = [Layer(*pair) for pair in zip(blocks, norms, strict=True)]
+
+    @staticmethod
+    def refusals(model: GPT2, rows: int) -> list[str]:
+        """Return all reasons why this model, or this many positions, cannot run here."""
+        reasons = kernel_refusals(model, ["float32"])
+        if model.config.n_embd > MAX_NORM:
+            reasons.append(f"n_embd {model.config.n_embd} (it takes up to {MAX_NORM})")
+        if rows > MAX_ROWS:
+            reasons.append(f"passes of up to {rows} positions (it takes up to {MAX_ROWS})")
+        return reasons
 
     def __call__(
         self, model: GPT2, tokens: Tensor, seqlens: Tensor, cache: KVCache | None = None

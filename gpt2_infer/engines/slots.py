@@ -107,7 +107,7 @@ class Slots:
         if self.must_clear:
             self.all.kv.zero_()
         self.kernels: batch_step.BatchStep | None = None
-        if not batch_step.unsupported_reasons(model, self.batch):
+        if not batch_step.refusals(model, self.batch):
             states = (self.tokens, self.lengths, self.active, self.logprobs)
             decoded = [state[: self.rows] for state in states]
             self.kernels = batch_step.BatchStep(model, self.cache, *decoded)

@@ -88,7 +88,7 @@ def usable_head_dims(spec: BackendSpec, dtype: torch.dtype, device: str) -> list
     taken, reasons = [], []
     for head_dim in spec.head_dims or HEAD_DIMS:
         q = torch.zeros(1, 8, 2, head_dim, dtype=dtype, device=device)
-        if refusal := spec.unsupported_reasons(q, q, q):
+        if refusal := spec.refusals(q, q, q):
             reasons += refusal
         else:
             taken.append(head_dim)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import runpy
 from pathlib import Path
 
@@ -72,45 +71,6 @@ def test_every_results_file_has_a_study_and_every_study_results():
     files = [file.stem.split("_", 2) for file in (ROOT / "results").glob("*_*_*.json")]
     tasks = {task for _, device, task in files if device != "published"}
     assert tasks == study.load().keys()
-
-
-@pytest.mark.parametrize(
-    ("book", "expected"),
-    [
-        ("'Come,' said she, 'and see the \"boat\".'", '"Come," said she, "and see the \'boat\'."'),
-        ("'Let 'em go,' he said.", '"Let \'em go," he said.'),
-        ("The 'old salt' laughed. 'No!'", 'The "old salt" laughed. "No!"'),
-        ('"He said \'Go.\'" "Did he?"', '"He said \'Go.\'" "Did he?"'),
-    ],
-)
-def test_the_corpus_gets_one_kind_of_quotation_mark(book, expected):
-    from scripts.train_demo_model import clean
-
-    story = "It rained. " * 40
-    assert clean(f"{book}\n\n{story}") == [f"{expected}\n\n{story.strip()}"]
-
-
-def test_the_target_halves_the_probability_of_a_repetition():
-    import torch
-
-    from scripts.train_demo_model import Batches, Repetitions, repetition_loss
-
-    stream = torch.arange(1000)
-    x, y, earlier, counts = next(Repetitions(Batches(stream, 120, 4, seed=0), rows=50))
-    assert x.shape == y.shape == earlier.shape == counts.shape == (50, 120)
-    assert torch.equal(x[:, 1:], y[:, :-1])
-    assert torch.equal(y.gather(1, earlier)[counts], y[counts])
-    assert counts.any(1).all()
-    for row, first in enumerate(counts.int().argmax(1)):
-        assert (y[row, :first] - x[row, :first] == 1).all()  # the text precedes the phrase
-
-    logits = torch.zeros(1, 2, 4)
-    logits[0, 0, 3] = 20.0  # a probability of 1
-    logits[0, 1, 3] = math.log(3)  # a probability of 1/2
-    logits.requires_grad_()
-    y, counts = torch.tensor([[3, 3]]), torch.tensor([[False, True]])
-    repetition_loss(logits, y, torch.tensor([[0, 0]]), counts).backward()
-    torch.testing.assert_close(logits.grad, torch.zeros(1, 2, 4), rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

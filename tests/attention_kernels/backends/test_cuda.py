@@ -197,11 +197,11 @@ def test_the_op_takes_an_empty_batch():
 def test_too_much_shared_memory_is_refused(name, monkeypatch):
     spec = usable(name, "cpu")
     q, k, v = Case(5, 128).inputs("cpu")
-    assert spec.unsupported_reasons(q, k, v) == []
+    assert spec.refusals(q, k, v) == []
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
     with pytest.raises(UnsupportedError) as caught:
         spec.attention(q, k, v)
-    assert caught.value.reasons == spec.unsupported_reasons(q, k, v)
+    assert caught.value.reasons == spec.refusals(q, k, v)
     assert re.search(
         r"head_dim 128 on this device: .*bytes of dynamic shared memory are more than the 65536 of",
         caught.value.reasons[0],
@@ -222,7 +222,7 @@ def test_a_size_beyond_the_grid_is_refused(shape, reason):
     q = torch.zeros(1, 1, 1, 32).expand(shape)
     with pytest.raises(UnsupportedError) as caught:
         spec.attention(q, q, q)
-    assert caught.value.reasons == spec.unsupported_reasons(q, q, q) == [reason]
+    assert caught.value.reasons == spec.refusals(q, q, q) == [reason]
     with pytest.raises(RuntimeError, match=re.escape(reason.split(", not")[0])):
         op_of(name, "cpu")(q, q, q, 1.0, True)
 
@@ -233,13 +233,13 @@ def test_misaligned_inputs_are_refused():
     with pytest.raises(UnsupportedError) as caught:
         spec.attention(BAD, k, BAD)
     assert caught.value.reasons == ["k must begin at a multiple of 16 bytes, and so must its rows"]
-    assert spec.unsupported_reasons(BAD, k, BAD) == caught.value.reasons
+    assert spec.refusals(BAD, k, BAD) == caught.value.reasons
     k = torch.zeros(1, 4, 2, 33)[..., :32]  # some kernels get a copy, which is aligned
-    assert spec.unsupported_reasons(BAD, k, BAD) == caught.value.reasons
-    assert get_backend(FP32[0]).unsupported_reasons(BAD, k, BAD) == []
+    assert spec.refusals(BAD, k, BAD) == caught.value.reasons
+    assert get_backend(FP32[0]).refusals(BAD, k, BAD) == []
     get_backend(FP32[0]).attention(BAD, k, BAD)
     k = torch.zeros(256).as_strided((1, 4, 2, 32), (33, 64, 32, 1))  # a batch of one has no stride
-    assert spec.unsupported_reasons(BAD, k, BAD) == []
+    assert spec.refusals(BAD, k, BAD) == []
     spec.attention(BAD, k, BAD)
 
 
@@ -279,7 +279,7 @@ def test_the_alias_is_the_last_version_that_serves(alias, arch, head_dim, monkey
     name = alias.chosen(torch.float32, head_dim, "cpu").name
     later = IEEE[IEEE.index(name) + 1 :]
     assert bool(later) == ((arch, head_dim) == ("75", 128))  # too little shared memory
-    assert all(get_backend(other).unsupported_reasons(*case.inputs("cpu")) for other in later)
+    assert all(get_backend(other).refusals(*case.inputs("cpu")) for other in later)
 
 
 def test_the_alias_is_another_version_for_short_sequences_and_wide_heads(alias):
@@ -304,7 +304,7 @@ def gpus(alias, monkeypatch) -> None:
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **(k | {"device": "cpu"})))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
-    monkeypatch.setattr(BackendSpec, "unsupported_reasons", lambda *_: [])
+    monkeypatch.setattr(BackendSpec, "refusals", lambda *_: [])
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_the_alias_never_falls_back_from_a_version_that_cannot_be_built(alias, m
     def fail(spec, *_):
         raise UnavailableBackendError(spec.name, "v99.cu:1: error")
 
-    monkeypatch.setattr(BackendSpec, "unsupported_reasons", fail)
+    monkeypatch.setattr(BackendSpec, "refusals", fail)
     with pytest.raises(UnavailableBackendError, match=rf"{IEEE[-1]} .*error"):
         alias.chosen(torch.float32, 64, "cpu")
 
@@ -346,7 +346,7 @@ def test_the_alias_takes_what_its_versions_take(alias):
     q = torch.zeros(1, 2, 1, 64, dtype=torch.float16)
     with pytest.raises(UnsupportedError, match=r"CUSTOM_CUDA_IEEE .*dtype float16"):
         alias.chosen(q.dtype, 64, "cpu")
-    assert alias.unsupported_reasons(q, q, q) == ["dtype float16 (it takes float32)"]
+    assert alias.refusals(q, q, q) == ["dtype float16 (it takes float32)"]
 
 
 # Negative controls

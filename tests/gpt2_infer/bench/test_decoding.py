@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
 from attention_kernels.ladder.compilers import missing_compiler
@@ -73,12 +72,3 @@ def test_another_text_is_noted_and_one_that_changes_fails(monkeypatch):
     ours, peer = decode(engines=["eager"], peers=True).of("time")
     assert (ours.status, ours.reason) == ("failed", "its text changes from run to run")
     assert (peer.status, peer.extra["same_text"]) == ("ok", False)
-
-
-@pytest.mark.gpu
-def test_the_portable_step_is_another_contender():
-    study = DecodeStudy(models=["gpt2"], new_tokens=[70], engines=["fused"], portable=True)
-    study.dtypes, study.rounds = ["float32"], 2
-    _, portable = run(study).of("time")
-    assert (portable.contender, portable.status) == ("fused, sm_80", "ok")
-    assert portable.extra["same_text"]

@@ -76,36 +76,6 @@ def test_an_interrupted_run_resumes_after_the_last_finished_cell(tmp_path):
     assert [row.kernel for row in found] == CELLS
 
 
-def test_long_samples_are_kept_one_by_one(tmp_path):
-    out, taken = tmp_path / "r.json", []
-
-    def run(most: int) -> list[Row]:
-        def take(name: str) -> dict[str, float]:
-            if len(taken) == most:
-                raise KeyboardInterrupt
-            taken.append(name)
-            return {"time": float(len(taken)), "start": len(taken) / 10}
-
-        def contenders(_):
-            for name in ("A", "B"):
-                yield Contender(kernel(name, []), lambda name=name: take(name))
-
-        long = subject(contenders, CELLS[:1])
-        long.has_long_samples = True
-        return time_cells(long, progress(out, cells=CELLS[:1]))
-
-    with pytest.raises(KeyboardInterrupt):
-        run(3)
-    found = {(row.contender, row.metric): row.samples for row in run(99)}
-    assert taken == ["A", "B"] * 3  # a warm-up round and two others
-    assert found == {
-        ("A", "time"): [3.0, 5.0],
-        ("A", "start"): [0.3, 0.5],
-        ("B", "time"): [4.0, 6.0],
-        ("B", "start"): [0.4, 0.6],
-    }
-
-
 def test_a_truncated_cell_is_measured_again(tmp_path):
     out = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):

@@ -173,7 +173,7 @@ def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monk
     model, rng = make_model(torch.float16), random.Random(0)
     requests = make_requests(model, rng, sampling, 5, most_tokens=20, new_tokens=4)
     pytorch = dict(Continuous(model, batch=3).run(requests))
-    monkeypatch.setattr(batch_step, "unsupported_reasons", lambda *_: [])
+    monkeypatch.setattr(batch_step, "refusals", lambda *_: [])
     done = dict(Continuous(model, batch=3).run(requests))
     for i, one in done.items():
         if one.tokens == pytorch[i].tokens:
@@ -188,7 +188,7 @@ def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monk
 def test_unsupported_models_are_refused():
     model = make_model(torch.bfloat16).float()
     model.config = dataclasses.replace(model.config, n_embd=8256, n_head=688)
-    assert batch_step.unsupported_reasons(model, 1) == [
+    assert batch_step.refusals(model, 1) == [
         "it needs a CUDA device",
         "dtype float32 (it takes float16, bfloat16)",
         "688 rows times heads (it takes 1024 or more)",
@@ -209,8 +209,8 @@ def test_nvcc_compiles_every_kernel():  # their code is the same for all archite
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, seed=3)])
 def test_a_large_batch_on_a_gpu(sampling):
     model = GPT2.from_pretrained("demo", device="cuda", dtype="bfloat16")
-    assert not batch_step.unsupported_reasons(model, 256)
-    assert batch_step.unsupported_reasons(model, 8)
+    assert not batch_step.refusals(model, 256)
+    assert batch_step.refusals(model, 8)
     rng = random.Random(0)
     requests = make_requests(model, rng, sampling, 400, most_tokens=60, new_tokens=6)
     done = dict(Continuous(model, batch=256).run(requests))

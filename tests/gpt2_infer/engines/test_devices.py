@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from gpt2_infer import GPT2, Sampling, generate
-from gpt2_infer.device_time import read_bandwidth
-from gpt2_infer.diverge.backends import diverge
-from gpt2_infer.diverge.engines import diverge_engines
+from gpt2_infer.bench.limits import read_bandwidth
+from gpt2_infer.diverge import diverge
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.request import MODES
 from tests.gpt2_infer.engines.test_continuous import make_requests
@@ -94,7 +93,7 @@ def test_continuous_batches(batch, engine, dtype):
 @pytest.mark.parametrize("mode", MODES)
 def test_comparisons(mode):
     _, there = models()
-    assert diverge_engines(there, "graph", "fused", PROMPTS[0], max_new_tokens=8, mode=mode).passed
+    assert diverge(there, "graph", "fused", PROMPTS[0], max_new_tokens=8, mode=mode).passed
     options = {"max_new_tokens": 8, "mode": mode}
     assert diverge(there, "NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", PROMPTS[0], **options).passed
 

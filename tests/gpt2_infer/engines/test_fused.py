@@ -19,7 +19,7 @@ from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import load_op
 from gpt2_infer import GPT2, Sampling, generate
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.diverge.report import unregistered
+from gpt2_infer.diverge import unregistered
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import BlockedMatrix, Step, StepShape
 from gpt2_infer.model import KVCache

@@ -74,7 +74,7 @@ def test_a_block_has_the_columns_that_were_fastest_on_an_h200(width, dtype, colu
 def test_what_fits_where_the_portable_step_runs(width, dtype, batch, shared_kb, missing):
     config = GPT2Config(n_embd=width, n_head=width // 64)
     shape = StepShape(config, dtype, batch, 128, shared_kb * 1024, is_portable=True)
-    assert shape.unsupported_reasons == missing
+    assert shape.refusals == missing
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.config import PRODUCTS, GPT2Config
 from gpt2_infer.engines import base
 from gpt2_infer.engines.base import capture
-from gpt2_infer.engines.recompute import Forward, Recompute, unsupported_reasons
+from gpt2_infer.engines.recompute import Forward, Recompute
 from gpt2_infer.model import KVCache
 from gpt2_infer.request import MODES
 from tests.gpt2_infer.engines.common import SIZES, published, random_model, request_for
@@ -123,7 +123,7 @@ def test_all_reasons_are_listed():
     config = GPT2Config(vocab_size=101, n_embd=96, n_layer=1, n_head=2, activation_function="relu")
     model = GPT2(config).requires_grad_(False).to(torch.bfloat16)
     request = request_for(model, [[1] * 1000] * 3, max_new_tokens=1)
-    reasons = unsupported_reasons(model, request)
+    reasons = Recompute.refusals(model, request, "fused")
     for word in ("CUDA device", "bfloat16", "96 and 384", "relu", "3000 positions"):
         assert sum(word in reason for reason in reasons) == 1
     with pytest.raises(RequestError, match="does not support this: it needs a CUDA device; dtype"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attention_kernels.ladder import compilers
-from gpt2_infer.bench.instruction_rates import KINDS, THREADS, Rate, instruction_tflops
+from gpt2_infer.bench.limits import KINDS, THREADS, Rate, instruction_tflops
 
 FRAGMENT = {"mma_float16": 16 * 8 * 16, "mma_tf32": 16 * 8 * 8}  # multiply-adds
 

@@ -1,4 +1,4 @@
-"""diverge_engines() names the step, layer and stage in which an engine goes wrong."""
+"""diverge() of two engines names the step in which one goes wrong."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gpt2_infer import GPT2, RequestError
-from gpt2_infer.diverge import engines as module
-from gpt2_infer.diverge.engines import diverge_engines
+from gpt2_infer import diverge as module
+from gpt2_infer.diverge import diverge
 from gpt2_infer.engines import base, fused, make_engine
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused, StepShape
@@ -46,6 +46,7 @@ def break_second(monkeypatch):
         calls = iter(range(2))
 
         def make(model, request):
+            assert request.check_finite  # or no fused engine would take it
             if next(calls) == 0:
                 return make_engine(model, request)
             broken = engine(model, request, name)
@@ -59,31 +60,28 @@ def break_second(monkeypatch):
 
 
 def compare(model, **options):
-    return diverge_engines(model, "eager", "eager", PROMPT, **{"max_new_tokens": 6, **options})
+    return diverge(
+        model, "eager", "eager", PROMPT, **{"max_new_tokens": 6, "mode": "kv-cache", **options}
+    )
 
 
 @pytest.mark.parametrize(
-    ("path", "changed", "layer", "name"),
+    ("path", "changed"),
     [
-        # A layer's output is what the keys of the next are computed from.
-        ("h.2.mlp.c_proj.bias", slice(None, None, 3), 3, "keys"),
-        ("h.2.attn.c_attn.bias", slice(None, None, 3), 2, "keys"),
-        ("h.4.attn.c_attn.bias", slice(2 * 256, None), 4, "values"),
-        ("h.5.mlp.c_proj.bias", slice(None, None, 3), None, "logits"),
-        ("ln_f.bias", slice(None, None, 3), None, "logits"),
+        ("h.2.mlp.c_proj.bias", slice(None, None, 3)),
+        ("h.2.attn.c_attn.bias", slice(None, None, 3)),
+        ("h.4.attn.c_attn.bias", slice(2 * 256, None)),
+        ("h.5.mlp.c_proj.bias", slice(None, None, 3)),
+        ("ln_f.bias", slice(None, None, 3)),
     ],
 )
-def test_step_layer_and_stage_of_a_wrong_weight_are_named(
-    demo, break_second, path, changed, layer, name
-):
+def test_the_step_of_a_wrong_weight_is_named(demo, break_second, path, changed):
     break_second(lambda model: model.get_parameter(path)[changed].add_(0.1))
     result = compare(demo)
-    stage = result.b.stage
-    assert (stage.step, stage.layer, stage.name) == (3, layer, name)
-    assert stage.position == len(PROMPT) + 2
-    assert stage.error > stage.budget
-    assert result.verdict == "bug in B"
     assert result.position == len(PROMPT) + 3
+    assert result.b.logits_error > result.b.logits_budget
+    assert "its logits exceed their budget" in result.b.faults
+    assert result.verdict == "bug in B"
     assert not result.a.faults
     assert result.a.margin > 0
     assert "bug in B: eager" in str(result)
@@ -104,8 +102,29 @@ def test_a_wrong_token_does_not_affect_later_steps(demo, break_second):
     break_second(lambda model: None, BrokenOnce)
     BrokenOnce.since = 5
     result = compare(demo)
-    assert (result.step, result.b.stage.step, result.b.stage.name) == (5, 5, "logits")
+    assert (result.step, result.position) == (5, len(PROMPT) + 5)
     assert result.a.token != result.b.token
+
+
+def test_a_bug_after_a_tie_is_found(demo, break_second, monkeypatch):
+    """Both are fed one text, so that the steps after a tie are compared, too."""
+
+    class TiesOnce(BrokenLater):
+        def step(self, index: int) -> None:
+            super().step(index)
+            if index == 1:
+                self.newest.add_(1)
+
+    break_second(lambda model: model.ln_f.bias[::3].add_(0.1), TiesOnce)
+    choice = module._choice
+
+    def choose(model, token, logits, reference):
+        return choice(model, token, logits, reference) | {"shortfall": 0.0}
+
+    monkeypatch.setattr(module, "_choice", choose)
+    result = compare(demo)
+    assert (result.step, result.position) == (1, len(PROMPT) + 3)
+    assert result.verdict == "bug in B"
 
 
 def test_a_token_that_is_not_the_most_likely_is_a_fault(demo, break_second):
@@ -117,18 +136,18 @@ def test_a_token_that_is_not_the_most_likely_is_a_fault(demo, break_second):
 
     break_second(lambda model: None, Chooses)
     result = compare(demo)
-    assert (result.step, result.b.wrong_choice) == (2, 2)
-    assert result.b.stage.passed
-    assert "not the most likely by its own logits" in result.b.faults[0]
+    assert (result.step, result.position) == (2, len(PROMPT) + 2)
+    assert "rounding does not explain its token" in result.b.faults[0]
     assert result.verdict == "bug in B"
 
 
 def test_logits_that_are_not_finite_are_a_bug_and_the_json_stays_json(demo, break_second):
     break_second(lambda model: model.ln_f.bias.fill_(math.nan))
     result = compare(demo)
-    assert (result.b.stage.error, result.b.token) == (math.inf, -1)
+    assert result.b.logits_error == math.inf
+    assert result.b.faults[0] == "its logits are not finite"
     value = json.loads(json.dumps(result.to_json()), parse_constant=pytest.fail)
-    assert value["b"]["stage"]["error"] is None
+    assert value["b"]["logits_error"] is None
     assert value["verdict"] == "bug in B"
 
 
@@ -139,30 +158,23 @@ def test_an_engine_is_equal_to_itself(dtype, mode):
     result = compare(model, mode=mode)
     assert (result.verdict, result.step) == ("equal", None)
     assert result.a == result.b
-    assert 0 < result.a.stage.error < result.a.stage.budget
+    assert 0 < result.a.logits_error < result.a.logits_budget
 
 
 def test_the_reference_of_a_model_that_upcasts_is_float64(save_checkpoint):
     folder, _ = save_checkpoint(reorder_and_upcast_attn=True, n_layer=3)
     model = GPT2.from_pretrained(str(folder), device="cpu")
-    result = diverge_engines(model, "eager", "eager", [1, 2, 3], max_new_tokens=4)
+    result = diverge(model, "eager", "eager", [1, 2, 3], max_new_tokens=4, mode="kv-cache")
     assert result.passed
-    assert 0 < result.a.stage.naive_error < 1e-4
+    assert 0 < result.a.logits_budget < 1e-3
 
 
 @pytest.mark.parametrize(
-    ("path", "layer", "name"),
-    [
-        ("h.1.attn.c_attn.bias", 1, "keys"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(None, None, None), ("ln_f.bias", None, "logits")]
-        ),
-    ],
+    "path",
+    ["h.1.attn.c_attn.bias"]
+    + [pytest.param(path, marks=pytest.mark.slow) for path in (None, "ln_f.bias")],
 )
-def test_the_cache_and_logits_of_a_fused_step_are_compared(
-    path, layer, name, monkeypatch, break_second
-):
+def test_the_logits_of_a_fused_step_are_compared(path, monkeypatch, break_second):
     class EmulatedFused(Fused):
         def prepare_decode(self):
             right, self.model = self.model, self.other
@@ -176,11 +188,10 @@ def test_the_cache_and_logits_of_a_fused_step_are_compared(
     break_second(
         lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedFused, "fused"
     )
-    result = diverge_engines(model, "eager", "eager", [1, 2, 3], max_new_tokens=3)
+    result = diverge(model, "eager", "eager", [1, 2, 3], max_new_tokens=3, mode="kv-cache")
     assert result.passed == (path is None)
     if path:
-        stage = result.b.stage
-        assert (stage.step, stage.layer, stage.name) == (1, layer, name)
+        assert result.position == 3 + 1
 
 
 @pytest.mark.parametrize("path", [None, "ln_f.bias"])
@@ -195,7 +206,7 @@ def test_the_logits_of_a_fused_pass_are_compared(path, monkeypatch, break_second
         lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedRecompute, "fused"
     )
     model = random_model(CONFIG)
-    result = diverge_engines(model, "eager", "eager", [1, 2, 3], max_new_tokens=3, mode="recompute")
+    result = diverge(model, "eager", "eager", [1, 2, 3], max_new_tokens=3, mode="recompute")
     assert result.passed == (path is None), str(result)
 
 
@@ -214,14 +225,14 @@ def test_the_logits_of_a_fused_pass_are_compared(path, monkeypatch, break_second
 )
 def test_engines_on_a_gpu_differ_by_rounding_alone(engine, mode, dtype):
     model = GPT2.from_pretrained("demo", device="cuda", dtype=dtype)
-    result = diverge_engines(model, "eager", engine, PROMPT, max_new_tokens=100, mode=mode)
+    result = diverge(model, "eager", engine, PROMPT, max_new_tokens=100, mode=mode)
     assert result.passed, str(result)
 
 
 def test_without_a_budget_there_is_no_verdict(save_checkpoint):
     folder, _ = save_checkpoint()
     rewrite(folder, lambda tensors: {name: x * math.nan for name, x in tensors.items()})
-    with pytest.raises(RequestError, match="only zeros in the keys"):
+    with pytest.raises(RequestError, match="only zeros in the logits"):
         compare(GPT2.from_pretrained(str(folder), device="cpu"))
 
 
