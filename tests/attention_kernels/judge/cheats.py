@@ -160,11 +160,6 @@ def raises_for_a_batch(q, k, v, scale, causal):
     return right(q, k, v, scale, causal)
 
 
-@attention("error")
-def returns_zeros(q, k, v, scale, causal):
-    return torch.zeros(q.shape)
-
-
 # Masks, lengths and tiles
 
 
@@ -190,12 +185,6 @@ def leaks_future_values(q, k, v, scale, causal):
 def leaks_future_keys(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     return o + 1e-7 * k.mean(1, keepdim=True)
-
-
-@attention("change earlier rows")
-def leaks_future_values_except_at_100(q, k, v, scale, causal):
-    o = right(q, k, v, scale, causal)
-    return o if q.shape[1] in (100, 1500) else o + 1e-7 * v.mean(1, keepdim=True)
 
 
 @attention("full")

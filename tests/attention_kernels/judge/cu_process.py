@@ -145,7 +145,6 @@ __attribute__((constructor)) void start() {
   return cudaSuccess;
 """,
     ),
-    Cheat("aborts", r"calls abort\(\)|was killed by SIGABRT", launch="  abort();"),
     Cheat(
         "kills_itself",
         "was killed by SIGKILL",
@@ -155,12 +154,6 @@ __attribute__((constructor)) void start() {
         "stops_itself",
         "did not end within",
         launch="  raise(SIGSTOP);\n  return cudaSuccess;",
-        timeout_s=1.0,
-    ),
-    Cheat(
-        "sleeps_for_ever",
-        "did not end within",
-        launch="  for (;;) pause();",
         timeout_s=1.0,
     ),
     # The oracle
@@ -366,16 +359,5 @@ __attribute__((constructor)) void start() {
   return honest(fewer, stream);
 """,
         changes={"int n_start = 0": "int n_start = params.scratch ? kBlock : 0"},
-    ),
-    Cheat(
-        "knows_one_head_while_captured",
-        "the timed outputs are wrong",
-        by="clock",
-        code=SIDE_STREAM,
-        launch="""
-  if (!is_capturing(stream)) return honest(params, stream);
-  const dim3 grid(1, ceil_div(params.seqlen, kBlock));
-  return launch_kernel(attention_kernel, grid, dim3(kBlock), 0, stream, params);
-""",
     ),
 ]

@@ -58,19 +58,6 @@ def has_one_buffer():
     return kernel
 
 
-@made("a later call changed an output", slow=True)
-def has_one_buffer_except_at_33_and_80():
-    buffers = {}
-
-    def kernel(q, k, v, scale, causal):
-        o = right(q, k, v, scale, causal)
-        if q.shape[1] in (33, 80):
-            return o
-        return buffers.setdefault(q.shape, torch.empty(q.shape)).copy_(o)
-
-    return kernel
-
-
 @made("two runs|error|change earlier rows")
 def is_wrong_in_every_seventh_call():
     calls = iter(range(10**9))

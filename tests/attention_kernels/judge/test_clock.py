@@ -37,15 +37,6 @@ reference.truth = reference.judge = None
 """,
         "error",
     ),
-    "skips_work_while_timed": (
-        """
-def attention(q, k, v, scale, causal):
-    if any("_time" in frame.function for frame in inspect.stack()):
-        return torch.zeros(q.shape, device=q.device)
-    return right(q, k, v, scale, causal)
-""",
-        "the timed outputs are wrong",
-    ),
     "leaves_a_head_out_while_timed": (
         """
 def attention(q, k, v, scale, causal):
@@ -130,28 +121,6 @@ def attention(q, k, v, scale, causal):
 """,
         "the timed outputs are wrong",
     ),
-    "keeps_results_by_shape": (
-        """
-@functools.cache
-def memo(shape):
-    return []
-def attention(q, k, v, scale, causal):
-    kept = memo(q.shape)
-    if not kept:
-        kept.append(right(q, k, v, scale, causal))
-    return kept[0].clone()
-""",
-        "the timed outputs are wrong",
-    ),
-    "slows_the_clock": (
-        """
-real = time.perf_counter
-time.perf_counter = lambda: real() / 100
-def attention(q, k, v, scale, causal):
-    return right(q, k, v, scale, causal)
-""",
-        "the clocks disagree",
-    ),
     "stops_the_events": (
         """
 torch.cuda.Event.elapsed_time = lambda *_: 1e-3
@@ -160,18 +129,6 @@ def attention(q, k, v, scale, causal):
     return right(q, k, v, scale, causal)
 """,
         "the clocks disagree|beneath what the device can do",
-    ),
-    "leaves_the_work_to_a_thread": (
-        """
-def attention(q, k, v, scale, causal):
-    o = torch.empty(q.shape, device=q.device)
-    def work():
-        time.sleep(1)  # on a busy machine the judge may be late
-        o.copy_(right(q, k, v, scale, causal))
-    threading.Thread(target=work).start()
-    return o
-""",
-        "error|not finite|the timed outputs are wrong",
     ),
     "looks_for_the_answer": (
         """
@@ -183,18 +140,6 @@ def attention(q, k, v, scale, causal):
     return right_ones[0].float() if right_ones else torch.zeros(q.shape, device=q.device)
 """,
         "error",
-    ),
-    "answers_for_the_worker": (
-        """
-def attention(q, k, v, scale, causal):
-    from multiprocessing.connection import Connection
-    for x in gc.get_objects():
-        if type(x) is Connection:
-            for _ in range(9):
-                x.send_bytes(json.dumps({"status": "done", "seconds": 1e-9}).encode())
-    return torch.zeros(q.shape, device=q.device)
-""",
-        "error|the timed outputs are wrong",
     ),
     "writes_to_the_inputs_from_behind": (
         """
@@ -283,8 +228,6 @@ def fate(case, device, sets=8, rounds=3, what="STRANGE"):
 def test_a_cheat_is_neither_passed_nor_timed(name, graphs, device, plugin, request):
     if device == "cpu" and (graphs or name == "replays_a_copy_of_earlier_results"):
         pytest.skip("needs CUDA")
-    if device == "cuda" and name == "slows_the_clock":
-        pytest.skip("events are the clock")
     source, words = CHEATS[name]
     if words == "passed":
         request.getfixturevalue("busy_machine")
