@@ -20,7 +20,7 @@ from attention_kernels.inspection.sass.stalls import Stalls
 from attention_kernels.inspection.sass.timing import Prediction
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
-from gpt2_infer.bench.record import File, KernelCell, Row
+from gpt2_infer.bench.record import File, KernelCell, Row, timings_of
 from gpt2_infer.bench.study import Contender, PredictionStudy, StallStudy, Subject
 from gpt2_infer.errors import RequestError
 
@@ -42,17 +42,6 @@ def timed_on(gpu: GpuModel, files: Iterable[File]) -> list[File]:
         and not file.study.get("decode")
         and file.provenance.gpu
         and file.provenance.gpu.name in gpu.devices
-    ]
-
-
-def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
-    """Return the measurements of the same backend, and version file, in the same cell."""
-    return [
-        row
-        for row in timed
-        if row.samples
-        and (row.contender, row.cell) == (prediction.contender, prediction.cell)
-        and row.extra.get("version_digest") == prediction.extra.get("version_digest")
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -267,6 +268,17 @@ class File(_Record, kw_only=True):
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
+    """Return the measurements of the same backend, and version file, in the same cell."""
+    return [
+        row
+        for row in timed
+        if row.samples
+        and (row.contender, row.cell) == (prediction.contender, prediction.cell)
+        and row.extra.get("version_digest") == prediction.extra.get("version_digest")
+    ]
 
 
 def encode(file: File) -> bytes:

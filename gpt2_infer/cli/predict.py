@@ -163,7 +163,7 @@ def _parts(one: Prediction) -> dict[str, float]:
 
 def _measured(wanted: Row, timings: Sequence[File]) -> float | None:
     """Return the latest measured median of the same version file in the same cell."""
-    from gpt2_infer.bench.prediction import timings_of
+    from gpt2_infer.bench.record import timings_of
 
     medians = [
         (timing.provenance.date, row.median)

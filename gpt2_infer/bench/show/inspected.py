@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpt2_infer.bench.prediction import timings_of
-from gpt2_infer.bench.record import File, Row
+from gpt2_infer.bench.record import File, Row, timings_of
 from gpt2_infer.bench.show import columns
 from gpt2_infer.bench.show.figures import Value, cell_name, length, shape_of, where
 from gpt2_infer.bench.show.pivot import Column, Entry, Layout

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from gpt2_infer.bench.prediction import timings_of
-from gpt2_infer.bench.record import File, Row
+from gpt2_infer.bench.record import File, Row, timings_of
 from gpt2_infer.bench.show.figures import length
 
 SUMMARY = ("cells", "mean error", "median", "off by over 30 %", "the worst, ratio")
