@@ -5,14 +5,19 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test gpu-test lint docs report site wheel clean
+.PHONY: demo test test-all gpu-test lint docs report site wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 7 --max-new-tokens 200
 
-# One worker more than there are cores, because many tests wait for a process.
+PYTEST := $(BIN)/python -m pytest -n $(shell nproc) --dist worksteal
+# The quick tests: one case of each behaviour.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist worksteal
+	$(PYTEST) -m "not slow and not gpu"
+
+# And the slow ones, on the plainest vector instructions: no test may take torch's float32 for truth.
+test-all: test
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "slow and not gpu"
 
 # For a machine without git, SOURCE_COMMIT is the commit.
 gpu-test: $(if $(VENV),$(VENV)/installed)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, util
-from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -112,29 +111,24 @@ def run(
     except OSError as error:
         return Ended(127, f"could not be started: {error}")
     try:
-        with _elapsed(label) if label else contextlib.nullcontext() as bar:
+        # The elapsed time, on a terminal only.
+        with tqdm(
+            desc=label,
+            bar_format="{desc} ... {elapsed}",
+            delay=PROGRESS_AFTER_S,
+            disable=None if label else True,
+            leave=False,
+        ) as bar:
             while (left := deadline - time.monotonic()) > 0:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     out, err = process.communicate(timeout=min(1.0, left))
                     return Ended(process.returncode, ending(process.returncode), out, err)
-                if bar is not None:
-                    bar.update()
+                bar.update()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     return Ended(process.returncode, f"did not end in {timeout_s:g} s")
-
-
-def _elapsed(label: str) -> tqdm[NoReturn]:
-    """Return a line with the elapsed time, shown after PROGRESS_AFTER_S on a terminal only."""
-    return tqdm(
-        desc=label,
-        bar_format="{desc} ... {elapsed}",
-        delay=PROGRESS_AFTER_S,
-        disable=None,
-        leave=False,
-    )
 
 
 def check_time_limit(timeout_s: float) -> None:

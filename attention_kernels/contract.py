@@ -46,16 +46,12 @@ class Kernels:
     decode: DecodeFunction | None = None
     decode_device_types: tuple[str, ...] = ("cuda", "cpu")
     """The device types that the decode kernel runs on."""
-    explain: Callable[[Tensor, Tensor, Tensor, bool], list[str]] | None = None
+    refusals: Callable[[Tensor, Tensor, Tensor, bool], list[str]] | None = None
     """A function that lists the kernel's own reasons to refuse a call that the spec allows."""
     backward: bool = False
     """Whether autograd can differentiate through the kernels."""
     prepare: Callable[[str], None] | None = None
     """A function that builds the kernels for a device type; raises UnavailableBackendError."""
-
-    def decode_on(self, device_type: str) -> DecodeFunction | None:
-        """Return the decode kernel if it runs on that device type."""
-        return self.decode if device_type in self.decode_device_types else None
 
 
 def check_attention(

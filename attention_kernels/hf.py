@@ -318,7 +318,7 @@ def _prefill(
     spec: BackendSpec, scaling: float | None, is_causal: bool, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     if dtype_name(q.dtype) not in spec.dtypes:  # transformers loads a model in its stored dtype
-        reasons = spec.static_reasons(q.dtype, q.shape[3], q.device.type)
+        reasons = spec.static_refusals(q.dtype, q.shape[3], q.device.type)
         cure = f'load the model with dtype="{spec.dtypes[0]}"'
         raise UnsupportedError(spec.name, [*reasons, cure])
     k, v = _heads_for(spec, q, k, v)

@@ -61,9 +61,9 @@ def untraced(function: _Function) -> _Function:
     return function
 
 
-@dataclass(frozen=True, eq=False)
-class BackendSpec:
-    """One attention backend: what it takes and where it runs."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Description:
+    """What a backend says of itself, which can be sent to another process."""
 
     name: str
     """The name that users type; upper case for a registered backend."""
@@ -71,8 +71,6 @@ class BackendSpec:
     """The ladder or library that the backend belongs to."""
     summary: str
     """A description in one sentence."""
-    loader: Loader = field(repr=False)
-    """The function that builds or imports the kernels; called once, on first use."""
     precisions: Mapping[str, str]
     """The precision class of each dtype it takes, e.g. {"float32": "ieee-fp32"}."""
     head_dims: tuple[int, ...] = ()
@@ -80,13 +78,6 @@ class BackendSpec:
     device_types: tuple[str, ...] = ("cuda", "cpu")
     min_compute_capability: tuple[int, int] | None = None
     """The lowest compute capability of a CUDA device that it runs on."""
-    only_that_capability: bool = False
-    """Whether it runs on no other compute capability, higher ones included."""
-    probe: Callable[[str], str | None] | None = field(default=None, repr=False)
-    """A function that returns why it cannot run on a device type here, or None if it can.
-
-    Called for every listing, so it must be cheap.
-    """
     emulated_on: tuple[str, ...] = ()
     """Device types where its source runs in an emulator, so that timings mean nothing."""
     compiles_per_shape_on: tuple[str, ...] = ()
@@ -99,15 +90,6 @@ class BackendSpec:
     """Whether a call can be captured in a CUDA graph."""
     error_slack: float = 1.0
     """The multiple of its precision class's error budget allowed; see judge.reference."""
-    version: VersionHeader | None = field(default=None, repr=False)
-    """The header of its version file, if it has one."""
-    chooses: Callable[[torch.dtype, int, torch.device, int | None], BackendSpec] | None = field(
-        default=None, repr=False
-    )
-    """For an alias: the function that picks a backend for a dtype, head_dim, device and seqlen."""
-    choices: tuple[str, ...] = ()
-    """For an alias: what it picks and when, for listings."""
-    _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         classes, devices, slack = self.precisions, self.device_types, self.error_slack
@@ -129,61 +111,94 @@ class BackendSpec:
             return
         raise ValueError(f"{self.name}: {wrong}")
 
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BackendSpec(Description):
+    """One attention backend: what it takes, where it runs, and how it is loaded."""
+
+    loader: Loader = field(repr=False)
+    """The function that builds or imports the kernels; called once, on first use."""
+    probe: Callable[[str], str | None] | None = field(default=None, repr=False)
+    """A function that returns why it cannot run on a device type here, or None if it can.
+
+    Called for every listing, so it must be cheap.
+    """
+    version: VersionHeader | None = field(default=None, repr=False)
+    """The header of its version file, if it has one."""
+    chooses: Callable[[torch.dtype, int, torch.device, int | None], BackendSpec] | None = field(
+        default=None, repr=False
+    )
+    """For an alias: the function that picks a backend for a dtype, head_dim, device and seqlen."""
+    choices: tuple[str, ...] = ()
+    """For an alias: what it picks and when, for listings."""
+    _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False)
+
     @property
     def dtypes(self) -> tuple[str, ...]:
         """The names of the dtypes that it takes."""
         return tuple(self.precisions)
 
-    def unavailable_reason(self, device: torch.device | str | None = None) -> str | None:
+    def unavailable_reason(self, device: torch.device | str) -> str | None:
         """Return why it cannot run on a device, or None if it can, without compiling anything.
 
-        Without a device, return None if any of its device types will do. "cuda" is the current CUDA
-        device.
+        "cuda" is the current CUDA device.
         """
-        wanted = self.device_types if device is None else (device,)
-        reasons = [self._device_reason(torch.device(one)) for one in wanted]
-        return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))
-
-    def _device_reason(self, device: torch.device) -> str | None:
+        device = torch.device(device)
         if device.type not in self.device_types:
             return f"runs on {' and '.join(self.device_types)} only, not on {device.type}"
         # torch asks NVML if it can, which creates no context.
         if device.type == "cuda" and torch.cuda.device_count() == 0:
             return "needs a CUDA device, but none was found"
-        least = self.min_compute_capability
-        if least and self.lacks_instructions(device):
-            major, minor = torch.cuda.get_device_capability(device)
-            others = "and no other" if self.only_that_capability else "or higher"
-            return (
-                f"needs compute capability {least[0]}.{least[1]} {others}, and this device has "
-                f"{major}.{minor}"
-            )
+        if reason := self.lacking(device):
+            return reason
         try:
             return self.probe(device.type) if self.probe else None
         except (Exception, SystemExit) as error:  # a listing must still show the other backends
             return f"its probe raised {describe(error)}"
 
-    def lacks_instructions(self, device: torch.device) -> bool:
-        """Return whether it needs another compute capability than a CUDA device has."""
+    def lacking(self, device: torch.device) -> str | None:
+        """Return which compute capability it needs, if it is not that of a CUDA device."""
         least = self.min_compute_capability
         if device.type != "cuda" or least is None:
-            return False
-        capability = torch.cuda.get_device_capability(device)
-        return capability < least or (self.only_that_capability and capability > least)
+            return None
+        found = torch.cuda.get_device_capability(device)
+        is_exact = self.version is not None and self.version.needs_exactly
+        if found == least or (found > least and not is_exact):
+            return None
+        needs = f"{least[0]}.{least[1]} {'and no other' if is_exact else 'or higher'}"
+        return f"needs compute capability {needs}, and this device has {found[0]}.{found[1]}"
 
-    def unsupported_reasons(
-        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True
+    def refusals(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, decode: bool = False
     ) -> list[str]:
-        """Return every reason to refuse this call, with what is supported; loads the backend."""
-        if reasons := self._early_reasons(q, k):
+        """Return every reason to refuse this call, with what is supported; loads the backend.
+
+        decode: k and v are caches; the kernel itself may still refuse them.
+        """
+        if reasons := self._refusals(q, k):
             return reasons
+        if decode:
+            device_type = q.device.type
+            return [] if self.has_decode(device_type) else [f"{NO_DECODE} on {device_type}"]
         if not self.has_attention():
             return [DECODES_ONLY]
-        explain = self.load().explain
-        return explain(q, k, v, is_causal) if explain else []
+        of_kernel = self.load().refusals
+        return of_kernel(q, k, v, is_causal) if of_kernel else []
 
-    def static_reasons(self, dtype: torch.dtype, head_dim: int, device_type: str) -> list[str]:
-        """Return the unsupported_reasons() that need neither tensors nor loading."""
+    def _refusals(self, q: Tensor, k: Tensor) -> list[str]:
+        """Return those refusals() that do not need loading."""
+        sizes = q.shape[3], q.device.type, q.shape[2], k.shape[2]
+        return self.static_refusals(q.dtype, *sizes)
+
+    def static_refusals(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        device_type: str,
+        num_heads: int = 1,
+        kv_heads: int = 1,
+    ) -> list[str]:
+        """Return those refusals() that need neither tensors nor loading."""
         reasons = []
         name = contract.dtype_name(dtype)
         if name not in self.precisions:
@@ -192,16 +207,9 @@ class BackendSpec:
             reasons.append(f"head_dim {head_dim} (it takes {', '.join(map(str, self.head_dims))})")
         if device_type not in self.device_types:
             reasons.append(f"device {device_type} (it takes {', '.join(self.device_types)})")
-        return reasons
-
-    def _early_reasons(self, q: Tensor, k: Tensor) -> list[str]:
-        """Return the unsupported_reasons() that do not need loading."""
-        reasons = self.static_reasons(q.dtype, q.shape[3], q.device.type)
-        heads, kv_heads = q.shape[2], k.shape[2]
-        if kv_heads != heads and not self.supports_gqa:
-            reasons.append(
-                f"{kv_heads} key heads for {heads} query heads (it takes as many of both)"
-            )
+        if kv_heads != num_heads and not self.supports_gqa:
+            heads = f"{kv_heads} key heads for {num_heads} query heads"
+            reasons.append(f"{heads} (it takes as many of both)")
         return reasons
 
     def load(self) -> Kernels:
@@ -223,9 +231,10 @@ class BackendSpec:
     def _load(self) -> bool:
         with _lock:
             if not self._kernels:
-                reason = self.unavailable_reason()
-                if reason:
-                    raise UnavailableBackendError(self.name, reason)
+                reasons = [*map(self.unavailable_reason, self.device_types)]
+                if None not in reasons:
+                    told = "; ".join(dict.fromkeys(filter(None, reasons)))
+                    raise UnavailableBackendError(self.name, told)
                 try:
                     kernels = cast("object", self.loader())
                 except AttentionError:
@@ -254,7 +263,7 @@ class BackendSpec:
         KernelError or OutputError.
         """
         scale = contract.check_attention(q, k, v, softmax_scale, is_causal)
-        if reasons := self._early_reasons(q, k):
+        if reasons := self._refusals(q, k):
             raise UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -278,7 +287,7 @@ class BackendSpec:
         if self.chooses is None:
             return self
         device = torch.device(device)
-        if reasons := self.static_reasons(dtype, head_dim, device.type):
+        if reasons := self.static_refusals(dtype, head_dim, device.type):
             raise UnsupportedError(self.name, reasons)
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
@@ -290,7 +299,10 @@ class BackendSpec:
 
     def has_decode(self, device_type: str) -> bool:
         """Return whether it has a decode kernel for that device type (loads the backend)."""
-        return device_type in self.device_types and self.load().decode_on(device_type) is not None
+        if device_type not in self.device_types:
+            return False
+        kernels = self.load()
+        return kernels.decode is not None and device_type in kernels.decode_device_types
 
     def decode(
         self,
@@ -306,12 +318,10 @@ class BackendSpec:
         Raises the errors of attention(), and UnsupportedError if it has no decode kernel.
         """
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
-        device_type = q.device.type
-        if reasons := self._early_reasons(q, k_cache):
+        if reasons := self.refusals(q, k_cache, v_cache, decode=True):
             raise UnsupportedError(self.name, reasons)
-        kernel = self.load().decode_on(device_type)
-        if kernel is None:
-            raise UnsupportedError(self.name, [f"{NO_DECODE} on {device_type}"])
+        kernel = self.load().decode
+        assert kernel is not None
         return self._run(kernel, q, k_cache, v_cache, seqlens, scale)
 
     def _run(self, kernel: Callable[..., object], *arguments: Any) -> Tensor:
@@ -400,11 +410,9 @@ def get_backend(name: str) -> BackendSpec:
     Raises UnknownBackendError, which suggests similar names.
     """
     _discover()
-    key = _key(name)
-    try:
-        return _specs[key]
-    except KeyError:
-        raise UnknownBackendError(name, _nearest(key)) from None
+    if spec := _specs.get(key := _key(name)):
+        return spec
+    raise UnknownBackendError(name, _nearest(key))
 
 
 def registered(name: str) -> BackendSpec | None:
@@ -510,7 +518,7 @@ def _first_or(
     key = first, device, dtype, head_dim
     if key not in _serving:  # called for every layer and token
         spec = get_backend(first)
-        takes = not spec.static_reasons(dtype, head_dim, "cuda")
+        takes = not spec.static_refusals(dtype, head_dim, "cuda")
         _serving[key] = takes and not spec.unavailable_reason(device)
     return first if _serving[key] else other
 

@@ -589,14 +589,8 @@ def check_backend(
     if reason := spec.unavailable_reason(device):
         raise UnavailableBackendError(spec.name, reason)
     dtype = _attention_dtype(config, dtype)
-    reasons = spec.static_reasons(dtype, config.head_dim, device.type)
-    if not reasons and decode and not spec.has_decode(device.type):
-        reasons = [f"it has no decode kernel on {device.type}"]
-    if not reasons and not decode:
-        shape = (1, 16, config.n_head, config.head_dim)
-        q = torch.zeros(shape, dtype=dtype, device=device)
-        reasons = spec.unsupported_reasons(q, q, q)
-    if reasons:
+    q = torch.zeros(1, 16, config.n_head, config.head_dim, dtype=dtype, device=device)
+    if reasons := spec.refusals(q, q, q, decode=decode):
         raise UnsupportedError(spec.name, reasons)
 
 

@@ -8,6 +8,7 @@ has changed. The wheel is for every Python and for torch 2.10 or later; problems
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import shutil
@@ -23,7 +24,6 @@ from attention_kernels import ladder
 from attention_kernels.ladder import compilers, prebuilt
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import CSRC, VersionHeader
-from gpt2_infer.cli import Parser
 
 ROOT = Path(__file__).parents[1]
 TAG = "manylinux_2_28_x86_64"
@@ -101,7 +101,7 @@ def build(versions: Iterable[VersionHeader], folder: Path, jobs: int | None = No
         libraries.append(folder / library)
     (folder / "build.ninja").write_text("".join(statements), "utf-8")
     limit = ["-j", str(jobs)] if jobs else []
-    subprocess.run([compilers.find_ninja(), *limit], cwd=folder, check=True)
+    subprocess.run([compilers.NINJA, *limit], cwd=folder, check=True)
     return libraries
 
 
@@ -130,7 +130,7 @@ def pack(libraries: Iterable[Path], out: Path, tag: str = TAG) -> Path:
 def main() -> int:
     """Run the script and return the exit status."""
     known = ladder.versions()
-    parser = Parser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", metavar="BACKEND", choices=known, help="only these backends' kernels")
     add("--jobs", type=int, help="compilers that run at once (default: ninja's)")

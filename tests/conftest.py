@@ -6,6 +6,7 @@ workers seconds sooner.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import gc
@@ -51,6 +52,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+_cpu_seconds: collections.Counter[str] = collections.Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Count the CPU seconds of an item, its fixtures and its child processes."""
+    begin = sum(os.times()[:4])
+    result = yield
+    _cpu_seconds[item.nodeid.split("::")[0]] += sum(os.times()[:4]) - begin
+    return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # a worker of xdist
+        output["cpu_seconds"] = {"(import and collect)": sum(os.times()[:4]), **_cpu_seconds}
+        output["cpu_seconds"]["(import and collect)"] -= sum(_cpu_seconds.values())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _cpu_seconds.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """On CI, show where the time goes: the wall clock depends on what else the machine does."""
+    if os.environ.get("CI") == "true":
+        terminalreporter.section(f"CPU seconds by file, of {sum(_cpu_seconds.values()):.0f}")
+        for file, seconds in _cpu_seconds.most_common(30):
+            terminalreporter.write_line(f"{seconds:8.1f} {file}")
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +193,18 @@ def shared_by_workers(factory: pytest.TempPathFactory, name: str) -> Iterator[Pa
         folder = folder.parent
     with filelock.FileLock(folder / f"{name}.lock"):
         yield folder / name
+
+
+def version_file(name: str, text: str) -> Path:
+    """Write a version file to a path that depends on its text alone: the next run has its build."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    file = Path(__file__).parents[1] / ".pytest_cache" / "kernels" / digest / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        scratch = file.with_suffix(f".{os.getpid()}")  # other workers may read it
+        scratch.write_text(text, "utf-8")
+        scratch.replace(file)
+    return file
 
 
 def usable(name: str, device: str) -> BackendSpec:

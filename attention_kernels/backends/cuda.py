@@ -118,9 +118,9 @@ def _chosen_name(
     row = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
     refused: list[str] = []
     for spec in map(get_backend, _candidates(alias, dtype, head_dim, most)):
-        if spec.lacks_instructions(device) or head_dim not in spec.head_dims:
+        if spec.lacking(device) or head_dim not in spec.head_dims:
             continue
-        reasons = spec.unsupported_reasons(row, row, row)
+        reasons = spec.refusals(row, row, row)
         if not reasons:
             _chosen_names[key] = spec.name
             return spec.name
@@ -137,10 +137,10 @@ def _load(alias: str) -> Kernels:
     def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
         return chosen(q).attention(q, k, v, softmax_scale=softmax_scale, is_causal=is_causal)
 
-    def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
-        return chosen(q).unsupported_reasons(q, k, v, is_causal=is_causal)
+    def refusals(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+        return chosen(q).refusals(q, k, v, is_causal=is_causal)
 
-    return Kernels(attention, explain=explain)
+    return Kernels(attention, refusals=refusals)
 
 
 def _register_alias(

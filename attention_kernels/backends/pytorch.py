@@ -122,10 +122,10 @@ def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
             mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
         return attempt(lambda: run(q, k, v, softmax_scale, mask=mask))
 
-    def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+    def refusals(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
         return _refusals(lambda: run(q, k, v, 1.0, is_causal))
 
-    return Kernels(attention, decode, decode_device_types, explain, backward=True)
+    return Kernels(attention, decode, decode_device_types, refusals, backward=True)
 
 
 def _refusals(call: Callable[[], Tensor]) -> list[str]:

@@ -184,6 +184,14 @@ def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tup
     return fits[least], least
 
 
+def reserved_first(arch: str) -> int:
+    """Return the bytes of shared memory that are reserved before a block's own.
+
+    From sm_90 on, they are part of its addresses and of the size that cuobjdump lists.
+    """
+    return LIMITS[arch].reserved_bytes if int(arch) >= 90 else 0
+
+
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
@@ -200,20 +208,21 @@ def compile_version(
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
             return compile_version(version, arch, Path(temporary), *more)
-    flags = [*compilers.compile_flags(version, "cuda", arch, folder), *more]
+    compilers.link_unsafe(folder, version)
+    flags = [*compilers.compile_flags(version, "cuda", arch), *more]
 
     def compile_to(output: Path) -> None:
         """Write ptxas's report, a zero byte and the machine code."""
-        source = f"{compilers.shell_safe(version.path.parent, folder)}/{version.path.name}"
+        source = f"{compilers.shell_safe(version.path.parent)}/{version.path.name}"
         options = ["-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
         report = compilers.output_of([*flags, *options], str(folder))
         output.write_bytes(report.encode() + b"\0" + (folder / "kernel.cubin").read_bytes())
 
     def name() -> str:
         others = [version.path] if more else []  # a line table names the file
-        settings = compilers.identity(str(compilers.find_gxx())), *map(os.environ.get, FLAGS)
+        settings = compilers.asked(str(compilers.find_gxx())), *map(os.environ.get, FLAGS)
         name, csrc = f"{version.op}-sm_{arch}", csrc_of(version)
-        return build.digest_of(name, [version.path], csrc, flags, [], *settings, *others)
+        return build.digest_of(name, [version.path], csrc, flags, *settings, *others)
 
     kept = build.kept(name, ".cubin", compile_to, version.path.name)
     report, _, code = kept.read_bytes()[: -build.DIGEST_BYTES].partition(b"\0")

@@ -79,7 +79,7 @@ def tools_of(spec: BackendSpec) -> tuple[str, ...]:
     Racecheck does not follow Hopper's own instructions: it misses races and reports others that are
     none (docs/correctness.md).
     """
-    return ("memcheck",) if spec.only_that_capability else TOOLS
+    return ("memcheck",) if spec.version and spec.version.needs_exactly else TOOLS
 
 
 def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[str]:

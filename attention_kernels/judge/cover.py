@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers: TypeAlias = NDArray[Any]
-PARTS_OF_FIXED = 120  # as many as a drawn case has that tries only what is new
 
 
 class Cover:
@@ -99,23 +98,23 @@ class Cover:
         return np.stack(self._parts, axis=1)
 
 
-def in_order_of_gain(fixed: Sequence[float], drawn: Cover) -> Iterator[tuple[int, float]]:
+def in_order_of_gain(fixed: Sequence[float], drawn: Cover, own: int) -> Iterator[tuple[int, float]]:
     """Yield the numbers of cases, each time that with the most new parts for its cost.
 
-    fixed: the costs of cases with PARTS_OF_FIXED parts of their own, whose numbers are negative.
+    fixed: the costs of cases with `own` parts that no other has; their numbers are negative.
     With each comes the share of all parts that had occurred before it.
     """
     parts = drawn.parts()
     is_open = np.zeros(parts.max() + 1, dtype=bool)
     is_open[parts] = True
     is_open[0] = False
-    total = left = int(is_open.sum()) + PARTS_OF_FIXED * len(fixed)
-    gains = [(-PARTS_OF_FIXED / cost, n - len(fixed)) for n, cost in enumerate(fixed)]
+    total = left = int(is_open.sum()) + own * len(fixed)
+    gains = [(-own / cost, n - len(fixed)) for n, cost in enumerate(fixed)]
     gains += zip((-(parts > 0).sum(1) / drawn.costs).tolist(), range(len(parts)), strict=True)
     heapq.heapify(gains)
     while gains:
         _, n = heapq.heappop(gains)
-        new = PARTS_OF_FIXED if n < 0 else int(np.count_nonzero(is_open[parts[n]]))
+        new = own if n < 0 else int(np.count_nonzero(is_open[parts[n]]))
         if not new:
             continue
         if n >= 0 and gains and (now := -new / drawn.costs[n]) > gains[0][0]:

@@ -12,6 +12,7 @@ dumpable", which denies this to every process but root's.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -38,9 +39,8 @@ from attention_kernels.judge.blocks import Block
 from attention_kernels.judge.caller import Caller, failure, poison_freed_memory
 from attention_kernels.judge.calls import Calls, Outputs, Reply, Request
 from attention_kernels.judge.process import EndedError, Process, shared_memory
-from attention_kernels.ladder import ahead, build, compilers
-from attention_kernels.ladder.compilers import TARGETS
-from attention_kernels.registry import BackendSpec
+from attention_kernels.ladder import build
+from attention_kernels.registry import BackendSpec, Description
 
 TIMEOUT_S = 300.0  # for one request
 LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
@@ -51,18 +51,7 @@ PASSES_S, MOST_PASSES = 0.02, 1000
 class Described(msgspec.Struct, frozen=True):
     """A backend as a process that has loaded its module describes it."""
 
-    name: str
-    family: str
-    summary: str
-    precisions: dict[str, str]
-    head_dims: tuple[int, ...]
-    device_types: tuple[str, ...]
-    emulated_on: tuple[str, ...]
-    compiles_per_shape_on: tuple[str, ...]
-    needs_contiguous: bool
-    supports_gqa: bool
-    cuda_graphs: bool
-    error_slack: float
+    description: Description
     reasons: dict[str, str | None]
     """Why it cannot run on a device type, or None."""
     files: tuple[str, ...]
@@ -70,9 +59,10 @@ class Described(msgspec.Struct, frozen=True):
 
     def spec(self) -> BackendSpec:
         """Return a spec that says the same, whose kernels are in another process."""
-        fields = msgspec.structs.asdict(self)
-        reasons, files = fields.pop("reasons"), fields.pop("files")
-        return BackendSpec(loader=Elsewhere(self.name, files), probe=reasons.get, **fields)
+        loader = Elsewhere(self.description.name, self.files)
+        return BackendSpec(
+            loader=loader, probe=self.reasons.get, **dataclasses.asdict(self.description)
+        )
 
 
 @dataclass(frozen=True)
@@ -412,12 +402,8 @@ def _serve(
         caller = Caller(spec, device, Block(given), Block(taken), tell)
         if device in spec.emulated_on:
             torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
-        # Both while the version file is built ahead.
         if device == "cuda":
             poison_freed_memory(torch.empty(1, device=device))  # starts CUDA
-        if spec.version:
-            compilers.ask(TARGETS[device])
-        ahead.wait()
         if races and spec.version and device in spec.emulated_on:
             ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)
@@ -433,16 +419,11 @@ def _serve(
 
 def describe_spec(spec: BackendSpec) -> Described:
     """Describe a backend for a process that does not import it."""
-    fields = {
-        name: getattr(spec, name)
-        for name in Described.__struct_fields__
-        if name not in ("precisions", "reasons", "files")
-    }
+    fields = [each.name for each in dataclasses.fields(Description)]
     return Described(
-        precisions=dict(spec.precisions),
+        Description(**{name: getattr(spec, name) for name in fields}),
         reasons={device: spec.unavailable_reason(device) for device in spec.device_types},
         files=tuple(sorted({str(path) for path in source_files(spec)})),
-        **fields,
     )
 
 

@@ -1,11 +1,11 @@
 """Build version files into shared libraries, with a cache.
 
-ninja runs the compilers in a temporary folder. The library is moved into the cache atomically,
-under a name with a digest of everything that went into it: compilers, flags, and the contents of
-the version file and of the files it includes. A library with that name is reused, for the emulator
+ninja runs the compilers in a temporary folder. What they make is moved into the cache atomically,
+under a name with a digest of everything that went into it: compilers, commands, and the contents of
+the sources and of the files that they include. A file with that name is reused, for the emulator
 also by other copies of the sources. So dates are never compared, no library is ever overwritten,
-and a killed build leaves nothing harmful behind. The lock only keeps two processes from doing the
-same work.
+and a killed build leaves nothing harmful behind. The lock of each file only keeps two processes
+from doing the same work.
 
 Code from the cache runs in this process, so, like ssh with its keys, nothing is loaded that another
 user owns or could have written. The last bytes of each file are the SHA-256 of the rest, so that a
@@ -21,8 +21,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import os
 import re
 import shlex
@@ -31,33 +29,21 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import filelock
+import platformdirs
 
-from attention_kernels.ladder.compilers import (
-    FLAGS,
-    BuildError,
-    Target,
-    binding_flags,
-    code_name,
-    compile_flags,
-    cuda_runtime,
-    extra_flags,
-    find_gxx,
-    find_ninja,
-    first_error,
-    identity,
-    native_macros,
-    output_of,
-    shell_safe,
-)
+from attention_kernels.ladder import compilers
+from attention_kernels.ladder.compilers import BuildError, Target
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
 LOCK_TIMEOUT_S = 300.0
 DIGEST_BYTES = hashlib.sha256().digest_size  # at the end of each file in the cache
+OUT = "@OUT@"  # in a recipe's commands: its file's name without the suffix
+HIDDEN = ("-fPIC", "-fvisibility=hidden")  # the versions define the same names in one process
 # Sanitizer checks whose failures csrc/emulator/faults.cpp handles.
 EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
 # Compiling takes longer than most emulated launches. Inlining as at -O2: a bound is checked only
@@ -69,23 +55,22 @@ INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 RULES = """\
 rule run
-  command = $words > $out.log 2>&1
+  command = ( $words ) > $out.log 2>&1
   description = $what
 """
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The plan for building one version."""
+class Recipe(NamedTuple):
+    """How to make a file of the cache."""
 
-    version: VersionHeader
-    target: Target
-    arch: str
+    file: str
+    """Its name, with a digest of everything that it is made from."""
+    command: str
+    """A command for the shell."""
     label: str
-    stem: str
-    """The name of its files in the cache, with a digest of everything that it is built from."""
-    binding: str
-    """The name of binding.cpp's files in the cache, which many versions share."""
+    """The name in messages."""
+    needs: str = ""
+    """Another file of the cache, which the command reads."""
 
 
 def build(version: VersionHeader, target: Target, arch: str = "", *, label: str = "") -> Path:
@@ -110,39 +95,42 @@ def build_many(
     Arguments as for build(). Raises BuildError for an untrusted cache.
     """
     built: dict[str, Path | BuildError] = {}
-    plans = []
+    plans: dict[VersionHeader, tuple[Recipe, Recipe]] = {}
     for version in wanted:
         try:
-            plans.append(_plan(version, target, arch, label))
+            binding, library = recipes(version, target, arch, label)
         except BuildError as error:
             built[version.op] = error
-    cache = cache_dir()
-    if missing := _missing(plans, cache, built):
-        cache = _writable(cache)
-        one = missing[0] if len(missing) == 1 else None
-        name, label = (one.stem, one.label) if one else (target, f"{len(missing)} kernels")
-        binding = cache / f"{missing[0].binding}.o"
-        # binding.cpp takes longer than most versions.
-        once: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if not _find(binding):
-            once = _lock(binding.with_suffix(".lock"), "binding.cpp")
-        with _lock(cache / f"{name}.lock", label) as held, once:
-            for left in cache.glob(f"{name}.build-*") if held else ():  # of killed processes
-                shutil.rmtree(left, ignore_errors=True)
-            if missing := _missing(missing, cache, built):  # another process may have built it
-                _tell(f"building {label} ...")
-                with tempfile.TemporaryDirectory(prefix=f"{name}.build-", dir=cache) as folder:
-                    built |= _run_ninja(missing, cache, Path(folder))
-    return built
+            continue
+        if found := _find(cache_dir() / library.file):
+            built[version.op] = found
+        else:
+            plans[version] = binding, library
+    steps = {recipe.file: recipe for plan in plans.values() for recipe in plan}
 
+    def make(missing: Sequence[str], folder: Path) -> None:
+        todo = {version: plan for version, plan in plans.items() if plan[1].file in missing}
+        labels = [library.label for _, library in todo.values()]
+        _tell(f"building {labels[0] if len(labels) == 1 else f'{len(labels)} kernels'} ...")
+        for version in todo:
+            compilers.link_unsafe(folder, version)
+        told = _run_ninja([steps[file] for file in missing], folder, shows=len(labels) > 1)
+        for version, plan in todo.items():
+            object_file, library = (folder / recipe.file for recipe in plan)
+            now = recipes(version, target, arch, label)
+            if not library.exists():
+                log = folder.parent / f"{library.stem}.log"
+                built[version.op] = _error(plan[object_file.exists()], log, folder, told)
+            elif now != plan:
+                built[version.op] = _changed(version.path.name)
+                library.unlink()
+            # A later build needs the binding even if this one failed.
+            if now[0] != plan[0]:
+                object_file.unlink(missing_ok=True)
 
-def _missing(
-    plans: Iterable[_Plan], cache: Path, built: dict[str, Path | BuildError]
-) -> list[_Plan]:
-    """Add the libraries found in the cache to `built`; return the plans without one."""
-    found = {plan: _find(cache / f"{plan.stem}.so") for plan in plans}
-    built |= {plan.version.op: library for plan, library in found.items() if library}
-    return [plan for plan, library in found.items() if not library]
+    made = _made({file: recipe.label for file, recipe in steps.items()}, make)
+    libraries = {version.op: made.get(plan[1].file) for version, plan in plans.items()}
+    return built | {op: library for op, library in libraries.items() if library}
 
 
 def object_file(csrc: Path, source: str, *flags: str) -> Path:
@@ -150,10 +138,10 @@ def object_file(csrc: Path, source: str, *flags: str) -> Path:
 
     It is from the cache or newly compiled by g++. Raises BuildError.
     """
-    command = [*binding_flags("emulator", csrc), *flags]
+    command = [*compilers.binding_flags("emulator", csrc), *flags]
 
     def compile_to(output: Path) -> None:
-        output_of([*command, "-c", str(csrc / source), "-o", str(output)])
+        compilers.output_of([*command, "-c", str(csrc / source), "-o", str(output)])
 
     def name() -> str:
         return digest_of(Path(source).stem, [csrc / source], csrc, command)
@@ -167,19 +155,19 @@ def kept(name: Callable[[], str], suffix: str, make: Callable[[Path], None], lab
     name: digest_of() the sources, which must not change meanwhile. label: their name in messages.
     The last DIGEST_BYTES of the file are not its own. Raises BuildError.
     """
-    stem, cache = name(), cache_dir()
-    if found := _find(cache / f"{stem}{suffix}"):
-        return found
-    cache = _writable(cache)
-    with _lock(cache / f"{stem}.lock", label):
-        if found := _find(cache / f"{stem}{suffix}"):
-            return found
-        with tempfile.TemporaryDirectory(prefix=f"{stem}.build-", dir=cache) as folder:
-            output = Path(folder) / f"{stem}{suffix}"
-            make(output)
-            if name() != stem:
-                raise BuildError(f"{label}, or what it includes, changed while it was built")
-            return _keep(output, cache)
+    stem = name()
+    file = f"{stem}{suffix}"
+
+    def make_one(_: Sequence[str], folder: Path) -> None:
+        make(folder / file)
+        if name() != stem:
+            raise _changed(label)
+
+    return _made({file: label}, make_one)[file]
+
+
+def _changed(label: str) -> BuildError:
+    return BuildError(f"{label}, or what it includes, changed while it was built")
 
 
 def sources(version: VersionHeader) -> list[Path]:
@@ -193,11 +181,8 @@ def sources(version: VersionHeader) -> list[Path]:
 
 def cache_dir() -> Path:
     """Return the cache folder; ATTENTION_KERNELS_CACHE overrides the default."""
-    if named := os.environ.get("ATTENTION_KERNELS_CACHE"):
-        return Path(named).absolute()
-    # torch does not depend on platformdirs, which would do just this on Linux.
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "attention_kernels"
-    return base.expanduser().absolute()
+    named = os.environ.get("ATTENTION_KERNELS_CACHE")
+    return Path(named or platformdirs.user_cache_dir("attention_kernels")).absolute()
 
 
 _ENTRY = re.compile(r".+-[0-9a-f]{16}(\..+)?")
@@ -208,16 +193,12 @@ def cache_entries() -> dict[Path, int]:
 
     The user chooses the folder, so files that are not named like the cache's own are left out.
     """
-
-    def size(entry: Path) -> int:
-        files = entry.rglob("*") if entry.is_dir() else [entry]
-        return sum(file.lstat().st_size for file in files if file.is_file())
-
-    try:
-        found = (entry for entry in cache_dir().iterdir() if _ENTRY.fullmatch(entry.name))
-        return {entry: size(entry) for entry in sorted(found)}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+    entries = sorted(path for path in cache_dir().glob("*") if _ENTRY.fullmatch(path.name))
+    files = {entry: [entry, *entry.rglob("*")] for entry in entries}
+    return {
+        entry: sum(file.lstat().st_size for file in inside if file.is_file())
+        for entry, inside in files.items()
+    }
 
 
 def clear_cache() -> int:
@@ -254,9 +235,39 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def _lock(file: Path, label: str) -> Iterator[bool]:
-    """Hold a lock; yield False if it cannot be taken, because it only saves work."""
+def _made(
+    labels: Mapping[str, str], make: Callable[[Sequence[str], Path], None]
+) -> dict[str, Path]:
+    """Return files of the cache by name; make(the missing names, a folder) makes them there.
+
+    labels: their names in messages. In the folder are links to those that are not missing.
+    """
+    cache, found = cache_dir(), dict[str, Path]()
+
+    def missing() -> list[str]:
+        found.update({name: file for name in labels if (file := _find(cache / name))})
+        return [name for name in labels if name not in found]
+
+    with contextlib.ExitStack() as stack:
+        if wanted := missing():
+            cache = _writable(cache)
+            for name in sorted(wanted, reverse=True):  # the same order in every process
+                stack.callback(_lock(cache / f"{name}.lock", labels[name]).release)
+        if wanted := missing():  # another process may have made them
+            prefix = f"{wanted[0]}.build-"
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=cache))
+            )
+            for name, file in found.items():
+                (folder / name).symlink_to(file)
+            make(wanted, folder)
+            made = [name for name in wanted if (folder / name).exists()]
+            found |= {name: _keep(folder / name, cache) for name in made}
+    return found
+
+
+def _lock(file: Path, label: str) -> filelock.BaseFileLock:
+    """Return a lock; it is not held if that is impossible, because it only saves work."""
     lock = filelock.FileLock(file)
     with contextlib.suppress(OSError, NotImplementedError):  # timed out, or unsupported
         try:
@@ -264,10 +275,7 @@ def _lock(file: Path, label: str) -> Iterator[bool]:
         except filelock.Timeout:
             _tell(f"waiting for another process that builds {label} ...")
             lock.acquire(timeout=LOCK_TIMEOUT_S)
-    try:
-        yield lock.is_locked
-    finally:
-        lock.release()
+    return lock
 
 
 def _check_trusted(path: Path) -> None:
@@ -310,33 +318,66 @@ def _keep(output: Path, cache: Path) -> Path:
 # The build
 
 
-def _plan(version: VersionHeader, target: Target, arch: str, label: str) -> _Plan:
-    """Plan a build and name its files; raises BuildError for a missing compiler or bad setting."""
-    flags, csrc, extra = compile_flags(version, target, arch), csrc_of(version), extra_flags()
-    gxx = str(find_gxx())
-    compilers = [identity(name) for name in sorted({flags[0], gxx})]
-    torch = importlib.metadata.version("torch"), (_torch_folder() / "version.py").read_text("utf-8")
-    common: list[object] = [gxx, compilers, extra, *torch]
+def recipes(
+    version: VersionHeader, target: Target, arch: str, label: str = ""
+) -> tuple[Recipe, Recipe]:
+    """Return how to make binding.cpp's object file, which many versions share, and the library.
+
+    Arguments as for build(). Raises BuildError for a missing compiler or a bad setting.
+    """
+    import torch
+
+    csrc, gxx, root = csrc_of(version), str(compilers.find_gxx()), compilers.torch_folder()
+    flags = compilers.compile_flags(version, target, arch)
+    shared = [*compilers.binding_flags(target, csrc), "-O1", "-isystem"]
+    extra, hidden = compilers.extra_flags(), [*HIDDEN]
+    folder_name: Callable[[Path], str] = str
+    more = [torch.__version__, str(torch.version.git_version)]
     if target == "cuda":
-        common += [os.environ.get(name) for name in FLAGS[1:]]
-        archs = [*map(code_name, arch.split(","))]
+        archs = [*map(compilers.code_name, arch.split(","))]
         where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
+        hidden, folder_name = [f"-Xcompiler={','.join(HIDDEN)}"], compilers.shell_safe
+        # Also the folders, because a profiler opens the files that a library for a GPU names.
+        more += [compilers.asked(gxx), str(csrc), str(version.path)]
+        more += [os.environ.get(name, "") for name in compilers.FLAGS[1:]]
+        flags += ["-O3", "-lineinfo"]
+        cudart = compilers.cuda_runtime(flags[0])
+        libraries = [str(cudart), f"-Wl,-rpath,{cudart.parent}"]
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
+        if "-march=native" in flags:
+            more.append(compilers.native_macros(gxx))  # several machines may share the cache
+        # Line tables (-g1) do not change the code; source_line() reads them.
+        flags += ["-g1", "-x", "c++", *_optimization(version)]
+        libraries = ["-pthread", "-ldl", EMULATOR_WRAPS]
 
-    def named(name: str, file: Path, flags: Sequence[str], *more: object) -> str:
-        if target == "emulator":
-            return digest_of(name, [file], csrc, flags, extra, *more)
-        # Also with the folders: a profiler opens the files that a library for a GPU names.
-        return digest_name(name, flags, digests([file], csrc, extra), *more)
+    def compiled(flags: Sequence[str], file: Path) -> list[str]:
+        source = f"{folder_name(file.parent)}/{file.name}"
+        return [*flags, *hidden, *extra, "-c", source, "-o", f"{OUT}.o"]
 
-    source, shared = csrc / "binding.cpp", binding_flags(target, csrc)
-    binding = named(f"binding-{target}", source, shared, common)
-    # Several machines may share the cache.
-    native = native_macros(gxx) if "-march=native" in flags else ""
-    stem = named(f"{version.op}-{where}", version.path, flags, binding, native)
-    label = f"{label or version.path.name} for {purpose}"
-    return _Plan(version, target, arch, label, stem, binding)
+    source, what = csrc / "binding.cpp", f"{label or version.path.name} for {purpose}"
+    command = compiled([*shared, folder_name(root / "include")], source)
+    stem = digest_of(f"binding-{target}", [source], csrc, command, *more)
+    binding = Recipe(f"{stem}.o", shlex.join(command).replace(OUT, stem), source.name)
+    # Of an inline function in both files the first is used. It has to be the binding's: a version
+    # that looks for races would have the emulator report its own accesses as the kernel's.
+    link = [gxx, "-shared", *extra, binding.file, f"{OUT}.o", "-o", f"{OUT}.so"]
+    # libtorch.so contains only the names of torch's libraries, including those for CUDA: linking
+    # those directly takes a third of a second.
+    link += [f"-L{root}/lib", "-Wl,--no-as-needed", "-ltorch", *libraries]
+    link += ["-fopenmp"] if "-fopenmp" in flags else []
+    command = compiled(flags, version.path)
+    stem = digest_of(f"{version.op}-{where}", [version.path], csrc, [*command, *link], *more)
+    words = f"{shlex.join(command)} && {shlex.join(link)}".replace(OUT, stem)
+    return binding, Recipe(f"{stem}.so", words, what, binding.file)
+
+
+def _optimization(version: VersionHeader) -> Sequence[str]:
+    if version.is_host:
+        return ["-O3"]
+    if "-Xcompiler=-fsanitize=thread" in version.flags:
+        return RACES_OPTIMIZATION
+    return [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS]
 
 
 def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str, str]:
@@ -363,21 +404,16 @@ def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str
 
 
 def digest_of(
-    name: str,
-    files: Iterable[Path],
-    csrc: Path,
-    command: Sequence[str],
-    extra: Sequence[str] = (),
-    *more: object,
+    name: str, files: Iterable[Path], csrc: Path, command: Sequence[str], *more: object
 ) -> str:
     """Return the name with a digest of all that a command makes of files and what they include.
 
-    In whichever folder csrc is, the digest is the same. extra: flags of the user's.
+    In whichever folder csrc is, the digest is the same.
     """
     words = [word.replace(str(csrc), "csrc") for word in command]
-    contents = digests(files, csrc, extra)
+    contents = digests(files, csrc, command)
     found = sorted((Path(path).name, digest) for path, digest in contents.items())
-    return digest_name(name, identity(command[0]), words, found, extra, *more)
+    return digest_name(name, compilers.asked(command[0]), words, found, *more)
 
 
 def digest_name(name: str, *parts: object) -> str:
@@ -385,116 +421,30 @@ def digest_name(name: str, *parts: object) -> str:
     return f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 
-def _run_ninja(plans: Sequence[_Plan], cache: Path, folder: Path) -> dict[str, Path | BuildError]:
-    """Build plans in an empty folder and move the results into the cache."""
-    commands: dict[str, list[str]] = {}
+def _run_ninja(steps: Sequence[Recipe], folder: Path, *, shows: bool) -> str:
+    """Make files in a folder; show or return what ninja says."""
     statements = [RULES]
-
-    def add(output: str, what: str, command: list[str], *inputs: str) -> None:
-        commands[output] = command
-        words = shlex.join(command).replace("$", "$$")
-        statements.append(f"build {output}: run {' '.join(inputs)}\n  words = {words}\n")
-        statements.append(f"  what = {what}\n")
-
-    for plan in plans:
-        binding, compiled = f"{plan.binding}.o", f"{plan.stem}.o"
-        kept = _find(cache / binding)
-        if not kept and binding not in commands:
-            add(binding, f"binding.cpp for {plan.target}", _compile_binding(plan, folder))
-        add(compiled, plan.label, _compile_kernel(plan, folder))
-        link, inputs = _link(plan, str(kept or binding)), [compiled, *([] if kept else [binding])]
-        add(f"{plan.stem}.so", f"link {plan.label}", link, *inputs)
+    for step in steps:
+        command = step.command.replace("$", "$$")
+        statements.append(f"build {step.file}: run {step.needs}\n  words = {command}\n")
+        statements.append(f"  what = {step.label}\n")
     (folder / "build.ninja").write_text("".join(statements), "utf-8")
     done = subprocess.run(
-        [find_ninja(), "-k", "0"],  # keep building the others after a failure
+        [compilers.NINJA, "-k", "0"],  # keep building the others after a failure
         cwd=folder,
         # A relative temporary folder, because nvcc passes its name to a shell.
         env={**os.environ, "LC_ALL": "C", "TMPDIR": ".", "NINJA_STATUS": "[%f/%t] "},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if len(plans) == 1 else sys.__stderr__,
+        stdout=sys.__stderr__ if shows else subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,
     )
-    told = (done.stdout or b"").decode(errors="replace")
-    built: dict[str, Path | BuildError] = {}
-    for plan in plans:
-        op, file = plan.version.op, plan.version.path.name
-        library, binding_object = folder / f"{plan.stem}.so", folder / f"{plan.binding}.o"
-        now = _plan(plan.version, plan.target, plan.arch, "")
-        if not library.exists():
-            built[op] = _error(plan, folder, cache, commands, told)
-        elif now.stem != plan.stem:
-            built[op] = BuildError(f"{file}, or what it includes, changed while it was built")
-        else:
-            built[op] = _keep(library, cache)
-        # A later build needs it even if this one failed; another version may have moved it.
-        if binding_object.exists() and now.binding == plan.binding:
-            _keep(binding_object, cache)
-    return built
+    return (done.stdout or b"").decode(errors="replace")
 
 
-def _error(
-    plan: _Plan, folder: Path, cache: Path, commands: dict[str, list[str]], told: str
-) -> BuildError:
-    """Return the error of the first step that failed; keep its log in the cache."""
-    steps = (f"{plan.binding}.o", f"{plan.stem}.o", f"{plan.stem}.so")
-    failed = next(step for step in steps if step in commands and not (folder / step).exists())
-    output, log = told, cache / f"{plan.stem}.log"
-    if (file := folder / f"{failed}.log").exists():
-        output = file.read_text("utf-8", "replace")
-    log.write_text(f"$ {shlex.join(commands[failed])}\n{output}", "utf-8")
-    return BuildError(f"{first_error(output) or 'ninja failed'} (log: {log})")
-
-
-def _torch_folder() -> Path:
-    """Return torch's folder, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def _compile_kernel(plan: _Plan, folder: Path) -> list[str]:
-    flags = compile_flags(plan.version, plan.target, plan.arch, folder)
-    if plan.target == "emulator":
-        # Hidden symbols, because the versions define the same names in one process. Line tables
-        # (-g1) do not change the code; source_line() reads them.
-        flags += ["-fPIC", "-fvisibility=hidden", "-g1", "-x", "c++"]
-        if plan.version.is_host:
-            flags += ["-O3"]
-        elif "-fsanitize=thread" in flags:
-            flags += RACES_OPTIMIZATION
-        else:
-            flags += [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS]
-        source = str(plan.version.path)
-    else:
-        flags += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-O3", "-lineinfo"]
-        source = f"{shell_safe(plan.version.path.parent, folder)}/{plan.version.path.name}"
-    return [*flags, *extra_flags(), "-c", source, "-o", f"{plan.stem}.o"]
-
-
-def _compile_binding(plan: _Plan, folder: Path) -> list[str]:
-    csrc = csrc_of(plan.version)
-    flags = binding_flags(plan.target, csrc, folder)
-    hidden = ["-fPIC", "-fvisibility=hidden"]
-    flags += hidden if plan.target == "emulator" else [f"-Xcompiler={','.join(hidden)}"]
-    headers = shell_safe(_torch_folder() / "include", folder)
-    source = f"{shell_safe(csrc, folder)}/binding.cpp"
-    flags += ["-O1", "-isystem", headers, *extra_flags()]
-    return [*flags, "-c", source, "-o", f"{plan.binding}.o"]
-
-
-def _link(plan: _Plan, binding: str) -> list[str]:
-    libraries = _torch_folder() / "lib"
-    flags = compile_flags(plan.version, plan.target, plan.arch)
-    command = [str(find_gxx()), "-shared", *(flag for flag in flags if flag == "-fopenmp")]
-    # Of an inline function in both files the first is used. It has to be the binding's: a version
-    # that looks for races would have the emulator report its own accesses as the kernel's.
-    command += [*extra_flags(), binding, f"{plan.stem}.o", "-o", f"{plan.stem}.so"]
-    # libtorch.so contains only the names of torch's libraries, including those for CUDA: linking
-    # those directly takes a third of a second.
-    command += [f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch"]
-    if plan.target == "emulator":
-        return [*command, "-pthread", "-ldl", EMULATOR_WRAPS]
-    cudart = cuda_runtime(flags[0])
-    return [*command, str(cudart), f"-Wl,-rpath,{cudart.parent}"]
+def _error(failed: Recipe, log: Path, folder: Path, told: str) -> BuildError:
+    """Return the error of the step that failed; keep its output in a log."""
+    file = folder / f"{failed.file}.log"
+    output = file.read_text("utf-8", "replace") if file.exists() else told
+    log.write_text(f"$ {failed.command}\n{output}", "utf-8")
+    return BuildError(f"{compilers.first_error(output) or 'ninja failed'} (log: {log})")

@@ -1,8 +1,7 @@
-"""Find nvcc, g++ and ninja, and run compilers: flags, architectures, errors, source lines."""
+"""Find nvcc and g++, and run compilers: flags, architectures, errors, source lines."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import importlib
@@ -17,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import ninja
+
 from attention_kernels import child
 from attention_kernels.errors import AttentionError
 from attention_kernels.ladder.header import VersionHeader, csrc_of
@@ -28,8 +29,8 @@ GXX_VARIABLES = ("CXX",)
 FLAGS = ("ATTENTION_KERNELS_FLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 COMPILER_TIMEOUT_S = 600.0
 Target = Literal["cuda", "emulator"]
+NINJA = f"{ninja.BIN_DIR}/ninja"
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
-COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_...
 
 
 class BuildError(AttentionError, RuntimeError):
@@ -47,15 +48,6 @@ def find_nvcc() -> str | None:
 def find_gxx() -> str | None:
     """Return the C++ compiler of CXX, else g++, clang++ or c++ on PATH; None if not found."""
     return _find(GXX_VARIABLES, ("g++", "clang++", "c++"))
-
-
-def find_ninja() -> str:
-    """Return the Python package's ninja, else the one on PATH; raises BuildError."""
-    package = importlib.import_module("ninja").BIN_DIR if importlib.util.find_spec("ninja") else ""
-    found = (package and shutil.which("ninja", path=package)) or shutil.which("ninja")
-    if not found:
-        raise BuildError("needs ninja: pip install ninja, or put it on PATH")
-    return found
 
 
 def _named(variables: Iterable[str]) -> tuple[str, str] | None:
@@ -111,9 +103,9 @@ def extra_flags() -> list[str]:
 
 
 @functools.cache
-def identity(compiler: str) -> str:
-    """Return a compiler's --version output, cached."""
-    return execute([compiler, "--version"]).output
+def asked(compiler: str, *options: str) -> str:
+    """Return what a compiler prints for some options, by default --version; cached."""
+    return execute([compiler, *(options or ["--version"])]).output
 
 
 def code_name(arch: str) -> str:
@@ -121,51 +113,22 @@ def code_name(arch: str) -> str:
     return arch if arch.startswith("compute_") else f"sm_{arch}"
 
 
-@functools.cache
-def native_macros(compiler: str) -> str:
-    """Return the macros that tell which CPU -march=native means here, cached."""
-    command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
-    return execute(command).output
+def native_macros(gxx: str) -> str:
+    """Return the macros that tell which CPU -march=native means here."""
+    return asked(gxx, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
 
 
 def nvcc_architectures() -> set[str]:
     """Return the compute capabilities that nvcc compiles for, {"75", ...}; empty without nvcc."""
     nvcc = find_nvcc()
-    return set(re.findall(r"compute_(\d+)", _listed(nvcc))) if nvcc else set()
-
-
-@functools.cache
-def _listed(nvcc: str) -> str:
-    return execute([nvcc, "--list-gpu-arch"]).output
-
-
-def ask(target: Target) -> None:
-    """Ask the compilers for a target what a build wants to know of them, which is then cached."""
-    for compiler in filter(None, (find_gxx(), find_nvcc() if target == "cuda" else None)):
-        identity(compiler)
-    if target == "cuda":
-        nvcc_architectures()
+    return set(re.findall(r"compute_(\d+)", asked(nvcc, "--list-gpu-arch"))) if nvcc else set()
 
 
 def capabilities() -> list[tuple[int, int]]:
-    """Return the compute capability of each CUDA device here, as the driver tells without torch."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return []
+    """Return the compute capability of each CUDA device that torch sees."""
+    import torch
 
-    def attribute(name: int, device: int) -> int:
-        value = ctypes.c_int()
-        driver.cuDeviceGetAttribute(ctypes.byref(value), name, device)
-        return value.value
-
-    return [
-        (attribute(COMPUTE_CAPABILITY_MAJOR, device), attribute(COMPUTE_CAPABILITY_MINOR, device))
-        for device in range(count.value)
-    ]
+    return [*map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))]
 
 
 def architectures() -> str:
@@ -179,11 +142,9 @@ def architectures() -> str:
     return ",".join([arch for arch in archs if arch in known] or archs)
 
 
-@functools.cache
 def cuda_root(nvcc: str) -> Path:
     """Return the toolkit's folder; nvcc is asked, because on PATH it may be a link or a script."""
-    output = execute([nvcc, "-dryrun", "-c", "-x", "cu", os.devnull]).output
-    top = re.search(r"^#\$ TOP=(.*)$", output, re.M)
+    top = re.search(r"^#\$ TOP=(.*)$", asked(nvcc, "-dryrun", "-c", "-x", "cu", os.devnull), re.M)
     return Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parents[1]
 
 
@@ -197,30 +158,29 @@ def cuda_runtime(nvcc: str) -> Path:
     raise BuildError(f"{nvcc} has no libcudart.so in or below {root}")
 
 
-def compile_flags(
-    version: VersionHeader, target: Target, arch: str, folder: Path | None = None
-) -> list[str]:
+def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str]:
     """Return compiler, target, macros and include folders: the flags of every compilation.
 
     For the emulator, g++ gets only some of the version's own flags: the macros, what nvcc passes to
-    the host compiler, and a macro if subnormal numbers are flushed. folder: the folder that nvcc
-    will run in; see shell_safe(). Raises BuildError if a compiler is missing.
+    the host compiler, and a macro if subnormal numbers are flushed. nvcc has to run in a folder
+    with link_unsafe(). Raises BuildError if a compiler is missing.
     """
-    flags = [*binding_flags(target, csrc_of(version), folder), *macros(version)]
-    if target == "emulator":
-        flags += [flag for flag in version.flags if flag.startswith("-D")]
-        if any(re.fullmatch("--?(use_fast_math|ftz=true)", flag) for flag in version.flags):
+    flags = [*binding_flags(target, csrc_of(version)), *macros(version)]
+    if target == "cuda":
+        for each in arch.split(","):
+            digits = each.removeprefix("compute_")
+            if version.compiles_for(digits):
+                only = "a" * version.needs_exactly  # with the instructions that no other GPU has
+                flags.append(f"-gencode=arch=compute_{digits}{only},code={code_name(each)}{only}")
+        return [*flags, *version.flags]
+    for flag in version.flags:
+        if flag.startswith("-D"):
+            flags.append(flag)
+        elif flag.startswith("-Xcompiler="):
+            flags += flag.removeprefix("-Xcompiler=").split(",")
+        elif re.fullmatch("--?(use_fast_math|ftz=true)", flag):
             flags.append("-DATTENTION_EMULATOR_FLUSHES")  # flushes subnormals to 0
-        for flag in version.flags:
-            if flag.startswith("-Xcompiler="):
-                flags += flag.removeprefix("-Xcompiler=").split(",")
-        return flags
-    for each in arch.split(","):
-        digits = each.removeprefix("compute_")
-        if version.compiles_for(digits):
-            only = "a" * version.needs_exactly  # with the instructions that no other GPU has
-            flags.append(f"-gencode=arch=compute_{digits}{only},code={code_name(each)}{only}")
-    return [*flags, *version.flags]
+    return flags
 
 
 def macros(version: VersionHeader) -> list[str]:
@@ -233,7 +193,7 @@ def macros(version: VersionHeader) -> list[str]:
     return flags
 
 
-def binding_flags(target: Target, csrc: Path, folder: Path | None = None) -> list[str]:
+def binding_flags(target: Target, csrc: Path) -> list[str]:
     """Return the flags of compile_flags() that are the same for every version."""
     if reason := missing_compiler(target):
         raise BuildError(reason)
@@ -241,22 +201,31 @@ def binding_flags(target: Target, csrc: Path, folder: Path | None = None) -> lis
     if target == "emulator":
         include = [f"-I{csrc}/emulator", f"-I{csrc}"]
         return [gxx, "-std=c++17", "-DATTENTION_EMULATOR", *include]
-    include = [f"-I{shell_safe(csrc, folder) if folder else csrc}"]
-    return [str(find_nvcc()), f"-ccbin={gxx}", "-std=c++17", *include]
+    return [str(find_nvcc()), f"-ccbin={gxx}", "-std=c++17", f"-I{shell_safe(csrc)}"]
 
 
-def shell_safe(path: Path, folder: Path) -> str:
-    """Return a name of `path` that is safe for nvcc, which passes its arguments to a shell.
+def shell_safe(path: Path) -> str:
+    """Return the name of a folder for nvcc, which passes its arguments to a shell.
 
-    It is the path itself or, if that has special characters, a link to it in `folder`, where nvcc
-    runs.
+    It is the path itself or, if that has special characters, that of a link by link_unsafe().
     """
     if shlex.quote(str(path)) == str(path):
         return str(path)
-    link = folder / f"link-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
-    if not link.is_symlink():
-        link.symlink_to(path)
-    return link.name
+    return f"link-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
+
+
+def link_unsafe(folder: Path, version: VersionHeader) -> None:
+    """Make the links that nvcc needs in the folder it runs in, to build this version."""
+    for path in (csrc_of(version), version.path.parent, torch_folder() / "include"):
+        if (name := shell_safe(path)) != str(path) and not (folder / name).is_symlink():
+            (folder / name).symlink_to(path)
+
+
+def torch_folder() -> Path:
+    """Return torch's folder."""
+    import torch
+
+    return Path(torch.__file__).parent
 
 
 def execute(command: Sequence[str], folder: str | None = None) -> child.Ended:

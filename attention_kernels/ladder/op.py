@@ -93,12 +93,9 @@ def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
     """Return resolve() of each; also raises HeaderError if two files give the same name."""
     found = [resolve(what) for what in whats]
     paths: dict[str, Path] = {}
-    for spec in found:
-        if spec.version is None:
-            continue
-        path = paths.setdefault(spec.name, spec.version.path)
-        if path != spec.version.path:
-            raise HeaderError(f"{path} and {spec.version.path} are both {spec.name}: rename one")
+    for name, version in [(spec.name, spec.version) for spec in found if spec.version]:
+        if (path := paths.setdefault(name, version.path)) != version.path:
+            raise HeaderError(f"{path} and {version.path} are both {name}: rename one")
     return found
 
 
@@ -173,7 +170,6 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
         head_dims=version.head_dims,
         device_types=("cpu",) if version.is_host else ("cuda", "cpu"),
         min_compute_capability=version.needs,
-        only_that_capability=version.needs_exactly,
         probe=probe,
         emulated_on=() if version.is_host else ("cpu",),
         needs_contiguous=version.layout == "contiguous",
@@ -196,10 +192,10 @@ def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
         o = op(*_by_key_head(q, k, v), *others)
         return o.view(-1, kv_heads, *o.shape[1:]).transpose(1, 2).reshape(q.shape)
 
-    def explain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+    def refusals(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
         if k.shape[2] != q.shape[2]:
             q, k, v = _by_key_head(q, k, v)
-        return ops[q.dtype].explain(q, k, v, is_causal)
+        return ops[q.dtype].refusals(q, k, v, is_causal)
 
     def prepare(device_type: str) -> None:
         for op in ops.values():
@@ -207,7 +203,7 @@ def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
 
     if version.role == "decode":
         return Kernels(decode=kernel, prepare=prepare)
-    return Kernels(kernel, explain=explain, prepare=prepare)
+    return Kernels(kernel, refusals=refusals, prepare=prepare)
 
 
 def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,7 +259,7 @@ class _Op:
         except RuntimeError as error:
             raise self.fault(error) from error
 
-    def explain(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
+    def refusals(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
         """Return the op's own reasons to refuse a call of attention."""
         self.prepare(q.device.type)
         if self.version.layout == "contiguous":

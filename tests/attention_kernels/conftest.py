@@ -13,6 +13,8 @@ import torch
 from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.op import load_op
 
+# Of the negative controls. The build that checks for races reports every fault.
+BUILDS = ["races", pytest.param("", marks=pytest.mark.slow)]
 PROBE = Path(__file__).parent / "probe" / "emulator.cpp"
 
 

@@ -43,7 +43,7 @@ def test_a_backend_that_declares_it_takes_fewer_key_heads():
     reason = r"2 key heads for 6 query heads \(it takes as many of both\)"
     with pytest.raises(UnsupportedError, match=reason):
         attention(q, k, v, backend="NUMPY_BASIC")
-    assert get_backend("NUMPY_BASIC").unsupported_reasons(q, k, v)
+    assert get_backend("NUMPY_BASIC").refusals(q, k, v)
     seqlens = torch.tensor([5, 5], dtype=torch.int32)
     with pytest.raises(ArgumentError, match="does not fit q"):
         get_backend("NAIVE_PYTORCH").decode(q[:, :1, :5], k, v, seqlens)

@@ -19,6 +19,7 @@ from attention_kernels.inspection.sanitize import sanitize
 from attention_kernels.ladder import compilers
 from tests.attention_kernels.backends.common import changed
 from tests.attention_kernels.conftest import probe_line
+from tests.conftest import version_file
 
 NEGATIVE = Path(__file__).parent / "negative"
 FILE = NEGATIVE / "v04_faults.cu"
@@ -35,17 +36,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def spec_in(folder: Path):
-    folder.mkdir(exist_ok=True)
-    (folder / "v04_faults.cu").write_text(SOURCE)
-    spec = ladder.resolve(str(folder / "v04_faults.cu"))
+@pytest.fixture(scope="module")
+def spec():
+    spec = ladder.resolve(str(FILE))
     spec.prepare("cpu")
     return spec
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    return spec_in(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(params=["1", "2"])
@@ -157,8 +152,10 @@ def test_ctrl_c_ends_an_endless_launch(spec, fault, threads, python_handler):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_launches_of_all_threads_and_libraries(spec, tmp_path, python_handler):
-    specs = [spec, spec_in(tmp_path / "other"), spec]
+def test_ctrl_c_ends_the_launches_of_all_threads_and_libraries(spec, python_handler):
+    other = ladder.resolve(str(version_file(FILE.name, SOURCE)))
+    other.prepare("cpu")
+    specs = [spec, other, spec]
     with ThreadPoolExecutor() as pool:
         running = [pool.submit(launch, each, SPIN) for each in specs]
         time.sleep(1)
@@ -217,14 +214,11 @@ def test_printf_output_is_shown_with_block_thread_and_line(spec, capfd):
     assert f"block (3, 0, 0) thread (33, 0, 0) {place_of(PRINTS)}: 7 of 8" in lines
 
 
-def test_subnormal_numbers_are_flushed_where_nvcc_would_flush_them(spec, tmp_path):
+def test_subnormal_numbers_are_flushed_where_nvcc_would_flush_them(spec):
     kept = launch(spec, SUBNORMAL)
     assert bool((kept > 0).all() & (kept < torch.finfo(torch.float32).tiny).all())
-    file = tmp_path / "v05_flushes.cu"
-    file.write_text(
-        SOURCE.replace("// v04", "// v05").replace("Flags:  (none)", "Flags:  --use_fast_math")
-    )
-    assert not launch(ladder.resolve(str(file)), SUBNORMAL).any()
+    flushes = changed(FILE, ("Flags:  (none)", "Flags:  --use_fast_math"))
+    assert not launch(flushes, SUBNORMAL).any()
     assert bool((launch(spec, SUBNORMAL) == kept).all())
     assert torch.tensor([1e-38]) * 0.1 > 0  # and not in torch's own operations afterwards
 
@@ -247,11 +241,12 @@ def test_early_launches_overlap_all_that_are_in_a_row(order, threads, monkeypatc
     assert torch.equal(run(1), right)
 
 
-def test_a_version_whose_second_kernel_might_end_first_fails(tmp_path):
+@pytest.mark.slow
+def test_a_version_whose_second_kernel_might_end_first_fails():
     """In version 17, if nothing is cut, one block must wait for the first kernel."""
     waits = "if (!is_cut && blockIdx.x > 0) return;"
     source = get_backend("CUSTOM_CUDA_VERSION_17").version.path
-    spec = changed(source, tmp_path, (waits, "if (!is_cut) return;"))
+    spec = changed(source, (waits, "if (!is_cut) return;"))
     x = torch.zeros(1, 65, 16, 32)
     with pytest.raises(RuntimeError, match="launched early ended"):
         spec.attention(x, x, x, is_causal=False)
@@ -288,9 +283,8 @@ def test_a_race_between_blocks_shows_in_another_order_of_blocks(spec, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_sanitizer_names_the_line(tmp_path):
-    file = tmp_path / "v04_faults.cu"
-    file.write_text(SOURCE.replace("params.seqlen);", f"{ABOVE});"))
+def test_the_sanitizer_names_the_line():
+    file = version_file(FILE.name, SOURCE.replace("params.seqlen);", f"{ABOVE});"))
     (found,) = sanitize([str(file)], "cpu")
     assert f"AddressSanitizer: use-after-poison at {place_of(ABOVE)}" in found
 
@@ -303,14 +297,12 @@ def test_the_sanitizer_names_the_line(tmp_path):
         ("#include <cooperative_groups.h>", "has no cooperative groups"),
     ],
 )
-def test_unsupported_features_are_compile_errors(statement, told, tmp_path):
-    file = tmp_path / "v05_limits.cu"
+def test_unsupported_features_are_compile_errors(statement, told):
     if statement.startswith("#"):
         source = SOURCE.replace("#include <cassert>", statement)
     else:
         source = SOURCE.replace("  __syncthreads();\n", f"  long lane = 0;\n  {statement}\n", 1)
-    file.write_text(source.replace("// v04", "// v05"))
-    spec = ladder.resolve(str(file))
+    spec = ladder.resolve(str(version_file(FILE.name, source)))
     with pytest.raises(UnavailableBackendError, match=f"the CPU emulator {told}"):
         spec.prepare("cpu")
 

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -233,7 +234,7 @@ def test_a_backend_that_only_decodes_says_so():
     spec = BackendSpec(name="TEST_DECODES", loader=lambda: Kernels(decode=decode), **FIELDS)
     assert (spec.has_attention(), spec.has_decode("cpu")) == (False, True)
     assert CALLS["decode"](spec).shape == Q.shape
-    assert spec.unsupported_reasons(Q, Q, Q) == ["it has a decode kernel only"]
+    assert spec.refusals(Q, Q, Q) == ["it has a decode kernel only"]
     with pytest.raises(UnsupportedError, match="it has a decode kernel only"):
         CALLS["attention"](spec)
 
@@ -321,7 +322,8 @@ def test_a_device_that_is_too_old_is_refused(capability, reason, monkeypatch):
 def test_instructions_of_one_generation_are_refused_elsewhere(capability, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    needs = {"min_compute_capability": (9, 0), "only_that_capability": True}
+    version = types.SimpleNamespace(needs_exactly=True)
+    needs = {"min_compute_capability": (9, 0), "version": version}
     spec = BackendSpec(name="TEST_HOPPER", loader=Kernels, **needs, **FIELDS)
     major, minor = capability
     reason = (

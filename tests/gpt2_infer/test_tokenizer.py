@@ -151,6 +151,7 @@ def test_other_tokenizers_are_left_to_transformers(change, tmp_path):
     assert_like(ours, theirs(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_bundled_model_runs_without_transformers():
     """Importing transformers takes longer than the rest of a short run."""
     code = """

@@ -13,7 +13,7 @@ import torch
 from attention_kernels import BackendSpec, ladder, list_backends
 from attention_kernels.judge.cases import SCALES, Case
 from attention_kernels.ladder import header
-from tests.conftest import usable
+from tests.conftest import usable, version_file
 
 FP32 = [spec.name for spec in list_backends() if spec.family == "fp32"]
 HOPPER = [spec.name for spec in list_backends() if spec.family == "hopper"]
@@ -97,15 +97,13 @@ def op_of(name: str, device: str):
     return getattr(torch.ops.attention_kernels, op).default
 
 
-def changed(file: Path, folder: Path, *changes: tuple[str, str]) -> BackendSpec:
-    """Copy a version file, replace texts that occur once, and return the copy as a backend."""
+def changed(file: Path, *changes: tuple[str, str]) -> BackendSpec:
+    """Replace texts of a version file that occur once, and return the copy as a backend."""
     text = file.read_text("utf-8")
     for old, new in changes:
         assert text.count(old) == 1
         text = text.replace(old, new)
-    copy = folder / file.name
-    copy.write_text(text, "utf-8")
-    return ladder.resolve(str(copy))
+    return ladder.resolve(str(version_file(file.name, text)))
 
 
 FUSES = platform.machine() == "aarch64" or (

@@ -43,10 +43,10 @@ def fault_of(spec: BackendSpec, softmax_scale: float | None = None) -> str:
         (8, "          ptx::barrier_wait(&q_empty, (i + 1) % 2);\n", "", "still written"),
     ],
 )
-def test_a_planted_fault_is_found(version, old, new, fault, tmp_path, monkeypatch):
+def test_a_planted_fault_is_found(version, old, new, fault, monkeypatch):
     # Persistent blocks then have several tiles of queries.
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "2")
-    assert fault in fault_of(changed(FILES[version - 1], tmp_path, (old, new)))
+    assert fault in fault_of(changed(FILES[version - 1], (old, new)))
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_a_planted_fault_is_found(version, old, new, fault, tmp_path, monkeypatc
         (5, "    ptx::multiply_wait<0>(rO);\n", "    arrive(&v_empty[stage]);\n"),
     ],
 )
-def test_a_tile_that_is_freed_early_is_a_race(version, wait, free, tmp_path):
-    early = changed(FILES[version - 1], tmp_path, (wait + free, free + wait))
+def test_a_tile_that_is_freed_early_is_a_race(version, wait, free):
+    early = changed(FILES[version - 1], (wait + free, free + wait))
     assert early.version is not None
     assert "race" in fault_of(spec_of(header.race_checked(early.version)))
 
 
-def test_q_is_negated_behind_a_fence(tmp_path):
+def test_q_is_negated_behind_a_fence():
     assert not fault_of(spec_of(header.parse_header(FILES[1], "negated_")), -0.7)
-    unfenced = changed(FILES[1], tmp_path, ("  ptx::proxy_fence();\n", ""))
+    unfenced = changed(FILES[1], ("  ptx::proxy_fence();\n", ""))
     assert "without a proxy_fence()" in fault_of(unfenced, -0.7)

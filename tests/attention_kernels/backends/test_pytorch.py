@@ -59,7 +59,7 @@ def test_torch_refuses_in_its_own_words():
     with pytest.raises(UnsupportedError, match="dtype"):
         spec.attention(q, k, v)
     q, k, v = Case(16, 520, dtype=torch.float16).inputs("cuda")
-    assert any("last dimension" in reason for reason in spec.unsupported_reasons(q, k, v))
+    assert any("last dimension" in reason for reason in spec.refusals(q, k, v))
 
 
 def test_flash_has_no_decode_kernel_on_cuda():

@@ -55,9 +55,9 @@ def test_rows_whose_scores_differ_by_hundreds(name, device, spread):
 
 
 @pytest.mark.slow
-def test_without_its_guard_one_maximum_for_the_warp_breaks(tmp_path):
+def test_without_its_guard_one_maximum_for_the_warp_breaks():
     guard = ("constexpr bool kGuarded = true;", "constexpr bool kGuarded = false;")
-    unguarded = changed(V02, tmp_path, guard)
+    unguarded = changed(V02, guard)
     assert run_case(unguarded, Case(70, 64, dtype=torch.float16), "cpu").passed
     found = [verdict(unguarded, 150, 64, spread, False, "cpu") for spread in (20, 24, 512)]
     assert [one.passed for one in found] == [True, False, False]
@@ -70,9 +70,9 @@ def test_without_its_guard_one_maximum_for_the_warp_breaks(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_guard_changes_no_bit(tmp_path):
+def test_the_guard_changes_no_bit():
     """Whether a row is relative to its own maximum or to the warp's, only exponents differ."""
-    per_row = changed(V02, tmp_path, ("bool per_row = false;", "bool per_row = true;"))
+    per_row = changed(V02, ("bool per_row = false;", "bool per_row = true;"))
     spec = usable(NAMES[1], "cpu")
     for scale in (0.02, 1.0, 8.0):
         q, k, v = Case(150, 64, scale, dtype=torch.float16).inputs("cpu")

@@ -345,7 +345,7 @@ def clamps_the_scale(q, k, v, scale, causal):
     return right(q, k, v, min(scale, 0.5), causal)
 
 
-@attention("head_dim 128", head_dims=(64, 128))
+@attention("head_dim 128", head_dims=(64, 128), wrong=lambda c: c.head_dim == 128)
 def looks_at_64_columns_of_k(q, k, v, scale, causal):
     return (
         right(q[..., :64], k[..., :64], v, scale, causal)
@@ -364,7 +364,7 @@ def takes_the_scale_to_be_positive(q, k, v, scale, causal):
     return right(q, k, v, abs(scale), causal)
 
 
-@attention(r"(3[3-9]|[4-6]\d) heads")
+@attention(r"(3[3-9]|[4-6]\d) heads", wrong=lambda c: c.num_heads > 32)
 def is_wrong_above_32_heads(q, k, v, scale, causal):
     o = right(q, k, v, scale, causal)
     return upside_down(o) if q.shape[2] > 32 else o

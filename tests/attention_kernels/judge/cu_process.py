@@ -221,21 +221,6 @@ __attribute__((constructor)) void start() {
 """,
     ),
     Cheat(
-        "patches_pythons_clock",
-        "the clocks disagree|beneath what the device can do",
-        by="clock",
-        code=PYTHON
-        + """
-__attribute__((constructor)) void start() {
-  run_python(
-      "import time, torch\\n"
-      "real = time.perf_counter, torch.cuda.Event.elapsed_time\\n"
-      "time.perf_counter = lambda: real[0]() / 10\\n"
-      "torch.cuda.Event.elapsed_time = lambda *events: real[1](*events) / 10\\n");
-}
-""",
-    ),
-    Cheat(
         "works_before_the_clock_starts",
         "the timed outputs are wrong",
         by="clock",

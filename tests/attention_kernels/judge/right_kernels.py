@@ -145,27 +145,6 @@ def stable_weights(q, k, scale, hidden):
 # The order of the work
 
 
-@right("float32", "float64")
-def two_passes(q, k, v, scale, hidden):
-    """Finds row_max first, then computes the scores again, so that nothing is rescaled."""
-    parts = tiles(k.shape[2], 32)
-    scores = [masked_scores(q, k[:, :, part], scale, hidden[:, part]) for part in parts]
-    row_max = functools.reduce(torch.maximum, map(largest, scores))
-    row_sum, o = torch.zeros_like(row_max), torch.zeros_like(q)
-    for part in parts:
-        again = masked_scores(q, k[:, :, part], scale, hidden[:, part])
-        weights = (again - row_max).exp()
-        row_sum, o = row_sum + weights.sum(3, keepdim=True), o + weights @ v[:, :, part]
-    return o / row_sum
-
-
-@right("float32", "float64")
-def keys_in_reverse(q, k, v, scale, hidden):
-    """An online softmax from the last tile to the first: a sum may be taken in any order."""
-    parts = tiles(k.shape[2], 32)[::-1]
-    return divided(functools.reduce(merge, partials(q, k, v, scale, hidden, parts)))
-
-
 @right("float32")
 def one_key_at_a_time(q, k, v, scale, hidden):
     """Rescales after every key; each of the n roundings is to nearest, so they drift by sqrt(n)."""
@@ -179,14 +158,6 @@ def keys_in_random_order(q, k, v, scale, hidden):
     order = torch.randperm(k.shape[2], generator=torch.Generator().manual_seed(0))
     weights = stable_weights(q, k[:, :, order], scale, hidden[:, order])
     return weights @ v[:, :, order] / weights.sum(3, keepdim=True)
-
-
-@right("float32", "float64")
-def splits_merged_out_of_order(q, k, v, scale, hidden):
-    """Three splits of the keys, the last merged first: merging commutes and is associative."""
-    parts = tiles(k.shape[2], -(-k.shape[2] // 3))
-    first, *others = partials(q, k, v, scale, hidden, parts)
-    return divided(functools.reduce(merge, [*others[::-1], first]))
 
 
 @right("float32", "float64")
@@ -215,32 +186,6 @@ def every_eighth_key_per_lane(q, k, v, scale, hidden):
 
 
 @right("float32")
-def halves_recursively(q, k, v, scale, hidden):
-    """Splits the keys in halves down to four, then merges: the sums are pairwise."""
-    half = k.shape[2] // 2
-    if half < 2:
-        return divided(partial(q, k, v, scale, hidden))
-
-    def over(keys):
-        if keys.stop - keys.start <= 4:
-            return partials(q, k, v, scale, hidden, [keys])[0]
-        middle = (keys.start + keys.stop) // 2
-        return merge(over(slice(keys.start, middle)), over(slice(middle, keys.stop)))
-
-    return divided(over(slice(0, k.shape[2])))
-
-
-@right("float32", "float64")
-def columns_in_reverse(q, k, v, scale, hidden):
-    """Adds the scores' products in groups of eight columns of head_dim, the last group first."""
-    parts = tiles(q.shape[3], 8)[::-1]
-    scores = sum(q[..., part] @ k[..., part].mT for part in parts) * scale
-    scores = scores.masked_fill(hidden, -torch.inf)
-    weights = (scores - largest(scores)).exp()
-    return weights @ v / weights.sum(3, keepdim=True)
-
-
-@right("float32")
 def transposed(q, k, v, scale, hidden):
     """Computes K Q^T and V^T P^T, the transposed products of the same numbers."""
     scores = (k @ q.mT * scale).masked_fill(hidden.T, -torch.inf)
@@ -253,53 +198,7 @@ def row_sum_by_a_column_of_ones(q, k, v, scale, hidden):
     return by_last_column(stable_weights(q, k, scale, hidden) @ with_ones(v))
 
 
-@right("float32")
-def pads_to_whole_tiles(q, k, v, scale, hidden):
-    """Pads with zeros and hides with -1e30: exp(-1e30 - row_max) is exactly 0."""
-    rows, columns = -k.shape[2] % 64, -q.shape[3] % 16
-    q, k = F.pad(q, (0, columns)), F.pad(k, (0, columns, 0, rows))
-    hidden = F.pad(hidden, (0, rows), value=True)
-    scores = (q @ k.mT * scale).masked_fill(hidden, -1e30)
-    weights = (scores - largest(scores)).exp()
-    return weights @ F.pad(v, (0, 0, 0, rows)) / weights.sum(3, keepdim=True)
-
-
 # The sums
-
-
-def compensated(terms):
-    """Kahan's sum."""
-    total = lost = 0.0
-    for term in terms:
-        corrected = term - lost
-        total, before = total + corrected, total
-        lost = (total - before) - corrected
-    return total
-
-
-@right("float32", "float64")
-def kahan(q, k, v, scale, hidden):
-    """Compensated sums over head_dim and over keys: more exact than plain sums."""
-    scores = scale * compensated(q[..., x] @ k[..., x].mT for x in tiles(q.shape[3], 8))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    weights, v = (scores - largest(scores)).exp(), with_ones(v)
-    return by_last_column(compensated(weights[..., x] @ v[:, :, x] for x in tiles(k.shape[2], 8)))
-
-
-@right("float32", "float64")
-def pairwise_sums(q, k, v, scale, hidden):
-    """Adds the products of eight keys at a time as a tree, whose error grows with log n."""
-    weights, v = stable_weights(q, k, scale, hidden), with_ones(v)
-    terms = [weights[..., part] @ v[:, :, part] for part in tiles(k.shape[2], 8)]
-    while len(terms) > 1:
-        terms = [sum(terms[i + 1 : i + 2], terms[i]) for i in range(0, len(terms), 2)]
-    return by_last_column(terms[0])
-
-
-@right("float32")
-def works_in_float64(q, k, v, scale, hidden):
-    """Rounds once, at the end: nothing is nearer to the reference."""
-    return (masked_scores(q.double(), k.double(), scale, hidden).softmax(3) @ v.double()).float()
 
 
 @right("float32", "float64")
@@ -339,15 +238,6 @@ def base_two_with_a_fused_multiply_add(q, k, v, scale, hidden):
     row_max = largest((scores * factor).masked_fill(hidden, -torch.inf))
     fused = (scores.double() * factor.double() - row_max.double()).float()
     weights = fused.exp2().masked_fill(hidden, 0.0)
-    return weights @ v / weights.sum(3, keepdim=True)
-
-
-@right("float32", "float64")
-def half_of_the_scale_on_each_side(q, k, v, scale, hidden):
-    """Multiplies q and k by sqrt(scale) each, as PyTorch's math backend does."""
-    root = abs(scale) ** 0.5
-    scores = masked_scores(q * root, k * (root if scale > 0 else -root), 1.0, hidden)
-    weights = (scores - largest(scores)).exp()
     return weights @ v / weights.sum(3, keepdim=True)
 
 
@@ -560,19 +450,3 @@ def rounds_the_weights_of_the_sum_too(q, k, v, scale, hidden):
     """Adds up the rounded weights, so that the weights of a row add up to 1."""
     weights = stable_weights(q.float(), k.float(), scale, hidden).to(v.dtype).float()
     return (weights @ v.float() / weights.sum(3, keepdim=True)).to(q.dtype)
-
-
-@right("float16", "bfloat16")
-def weights_in_two_terms(q, k, v, scale, hidden):
-    """Splits each weight into two numbers of the dtype: more exact than it need be."""
-    weights = stable_weights(q.float(), k.float(), scale, hidden)
-    high = weights.to(v.dtype).float()
-    low = (weights - high).to(v.dtype).float()
-    o = low @ v.float() + high @ v.float()
-    return (o / weights.sum(3, keepdim=True)).to(q.dtype)
-
-
-@right("float16", "bfloat16")
-def rounds_the_output_alone(q, k, v, scale, hidden):
-    """Converts the inputs to float32 and rounds once, at the end."""
-    return (masked_scores(q.float(), k.float(), scale, hidden).softmax(3) @ v.float()).to(q.dtype)

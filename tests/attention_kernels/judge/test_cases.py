@@ -9,7 +9,7 @@ import torch
 from attention_kernels.judge import cases
 from attention_kernels.judge.conformance import QUICK_SHARE
 from attention_kernels.judge.inputs import Case, DecodeCase
-from tests.attention_kernels.judge.faults import cases_of, met_by
+from tests.attention_kernels.judge.faults import SINGLE, cases_of, met_by
 
 WIDE_FAULTS = {
     "one column": lambda c: c.head_dim == 1,
@@ -21,7 +21,7 @@ WIDE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("is_emulated", [True, False])
+@pytest.mark.parametrize("is_emulated", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_every_planted_fault_meets_a_case_and_most_of_them_a_quick_one(is_emulated):
     """python -m tests.attention_kernels.judge.faults tells what 100 seeds miss."""
     whole = cases_of(0, is_emulated=is_emulated)
@@ -36,6 +36,13 @@ def test_every_planted_fault_meets_a_case_and_most_of_them_a_quick_one(is_emulat
     in_quick = {True: is_quick[kinds], False: is_quick[~kinds]}
     shown = [which[in_quick[fault[0][0] != "decode"]].any() for fault, which in found.items()]
     assert np.mean(shown) >= QUICK_SHARE
+
+
+@pytest.mark.parametrize("is_emulated", [True, False])
+def test_gpt2_small_s_own_batches_are_in_a_quick_run(is_emulated):
+    for seed in range(3):
+        found = cases_of(seed, is_emulated=is_emulated, quick=True)
+        assert any(map(SINGLE["GPT-2 small's batches"], (x for x in found if isinstance(x, Case))))
 
 
 @pytest.mark.parametrize("kind", [Case, DecodeCase])

@@ -29,8 +29,3 @@ def test_a_cheat_fails(cheat, request, monkeypatch):
     report = verify(cheat.spec(), "cpu", seed=0, max_failures=1)
     assert not report.passed
     assert re.search(cheat.reported, str(report.failures[0])), report.failures[0]
-
-
-def test_there_are_forty_kinds_of_cheats():
-    assert len({cheat.name for cheat in CHEATS}) == len(CHEATS) >= 40
-    assert all(cheat.missed < 0.01 for cheat in CHEATS)

@@ -24,7 +24,6 @@ def spec_of(name):
 
 def test_no_false_alarm():
     _, outcomes = run(range(1, 1 + SEEDS))
-    assert len(outcomes) >= 30
     assert not {name: found.alarms for name, found in outcomes.items() if found.alarms}
     assert all(outcome.cases > SEEDS for outcome in outcomes.values())
 

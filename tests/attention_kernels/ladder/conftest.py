@@ -66,7 +66,7 @@ def calls(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("ATTENTION_KERNELS_FLAGS", raising=False)
     build._private_cache.cache_clear()
-    compilers.identity.cache_clear()
+    compilers.asked.cache_clear()
 
     def calls() -> list[str]:
         # The file is not emptied: a compiler may be writing to it.

@@ -78,11 +78,6 @@ def test_a_named_compiler_is_never_replaced_by_another(name, bare, monkeypatch):
     assert (compilers.missing_compiler("emulator") is None) == (name != "CXX")
 
 
-def test_without_ninja_the_error_says_what_to_do(bare):
-    with pytest.raises(BuildError, match="needs ninja: pip install ninja"):
-        compilers.find_ninja()
-
-
 def test_an_unbalanced_quote_is_reported_in_one_sentence(first, monkeypatch):
     monkeypatch.setenv("ATTENTION_KERNELS_FLAGS", "-DTHIS='")
     with pytest.raises(BuildError, match=r"^ATTENTION_KERNELS_FLAGS: No closing quotation$"):

@@ -242,7 +242,7 @@ def test_instructions_that_only_one_architecture_has(read):
     compiled_for = [arch for arch in ("75", "89", "90", "100", "120") if version.compiles_for(arch)]
     assert compiled_for == ["90"]
     spec = ladder.backend("TEST_ONLY", "test", version)
-    assert (spec.min_compute_capability, spec.only_that_capability) == ((9, 0), True)
+    assert (spec.min_compute_capability, spec.version.needs_exactly) == ((9, 0), True)
 
 
 def test_versions_are_sorted_by_number_and_other_files_ignored(csrc):

@@ -189,6 +189,7 @@ def test_failures_that_are_alike_are_told_once(tmp_path, capsys, in_this_process
         r"  FAILED: races in shared memory, seqlen 130, head_dim 32, .*, float32, seed 0\n"
         r"          cudaErrorLaunchFailure: unspecified launch failure\n"
         r"V08_ALIKE on cpu, emulated: 20 of \d+ checks, [\d,]+ calls in one process, seed 0\n"
+        r"  no length above 1,025: it was emulated\n"
         r"  20 of them failed, and the suite stopped there; 19 of them, most like those above, are "
         r"not shown\n"
         r"  none of the \d+ cases that ran passed\n"

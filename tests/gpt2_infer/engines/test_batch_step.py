@@ -19,7 +19,7 @@ from gpt2_infer.model import KVCache
 from gpt2_infer.request import Request
 from tests.gpt2_infer.engines.common import request_for
 
-DTYPES = [torch.float16, torch.bfloat16]
+DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 LENGTHS = [3, 9, 1, 7, 20]
 
 
@@ -63,7 +63,9 @@ def step_over(model: GPT2, cache: KVCache, tokens: Tensor) -> BatchStep:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("long", [256, 2048])  # the least terms of a product in two parts
+@pytest.mark.parametrize(
+    "long", [256, pytest.param(2048, marks=pytest.mark.slow)]
+)  # the least terms of a product in two parts
 def test_a_step_is_as_exact_as_pytorch(dtype, long, monkeypatch):
     monkeypatch.setattr(batch_step, "LONG", long)
     model, tokens = make_model(dtype), torch.tensor([500, 600, 700, -1, 900])
@@ -163,7 +165,10 @@ def test_a_token_is_chosen_as_pytorch_does(dtype, columns):
     torch.testing.assert_close(step.logprobs[3:].double(), logprobs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, seed=3)])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(1.0, top_k=50, seed=3)],
+)
 def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monkeypatch):
     model, rng = make_model(torch.float16), random.Random(0)
     requests = make_requests(model, rng, sampling, 5, most_tokens=20, new_tokens=4)

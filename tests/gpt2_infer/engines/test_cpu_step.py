@@ -195,6 +195,6 @@ def test_machines_with_different_cpus_can_share_the_cache(monkeypatch):
     version = header.parse_header(cpu_step.SOURCE, "fused_step_")
     stems = set()
     for macros in ("#define __AVX__ 1", "#define __AVX512F__ 1"):
-        monkeypatch.setattr(build, "native_macros", lambda _, macros=macros: macros)
-        stems.add(build._plan(version, "emulator", "", "").stem)
+        monkeypatch.setattr(compilers, "native_macros", lambda _, macros=macros: macros)
+        stems.add(build.recipes(version, "emulator", "")[1].file)
     assert len(stems) == 2

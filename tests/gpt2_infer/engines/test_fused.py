@@ -134,21 +134,6 @@ def check_steps(
     return step.logits
 
 
-@pytest.mark.parametrize(
-    ("config", "dtype", "length", "tolerance"),
-    [
-        (CONFIG, torch.float32, 127, 2e-4),
-        (LONG, torch.float32, 255, 2e-4),
-        pytest.param(CONFIG, torch.bfloat16, 127, 0.25, marks=pytest.mark.slow),
-        (ONE_KERNEL, torch.float32, 127, 2e-4),
-        (ONE_KERNEL, torch.bfloat16, 127, 0.25),
-    ],
-)
-def test_a_step_is_what_the_modules_compute(config, dtype, length, tolerance):
-    """The second of two steps begins a split."""
-    check_steps(random_model(config, dtype), [length], 2, tolerance)
-
-
 @torch.inference_mode()
 def check_portable(model: GPT2, lengths: list[int], steps: int, *, shared_kb: int) -> None:
     """Compare each step's bits and text with those of the portable step in shared_kb.
@@ -167,21 +152,14 @@ def check_portable(model: GPT2, lengths: list[int], steps: int, *, shared_kb: in
     assert torch.equal(state.cache.kv, expected.cache.kv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "dtype", "lengths"),
     [
-        (CONFIG, torch.float32, [127]),
         (ONE_KERNEL, torch.float32, [127]),
         (ONE_KERNEL, torch.bfloat16, [127]),
-        pytest.param(
-            dataclasses.replace(ONE_KERNEL, n_positions=1024),
-            torch.bfloat16,
-            [1000],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            CONFIG, torch.float16, [1, 3, 9, 20, 60, 100, 130, 127], marks=pytest.mark.slow
-        ),
+        (dataclasses.replace(ONE_KERNEL, n_positions=1024), torch.bfloat16, [1000]),
+        (CONFIG, torch.float16, [1, 3, 9, 20, 60, 100, 130, 127]),
     ],
 )
 def test_the_portable_step_gives_the_same_bits(config, dtype, lengths):
@@ -229,6 +207,7 @@ def test_a_row_does_not_depend_on_the_others_and_nothing_races(
     assert torch.equal(logits[-1], alone.logits[0])
 
 
+@pytest.mark.slow
 def test_a_context_of_one_split():
     model = random_model(dataclasses.replace(CONFIG, n_positions=96))
     check_steps(model, [3, 5], 2, 2e-4)
@@ -271,8 +250,8 @@ inline bool kept(int wait) {
 
 
 @pytest.fixture(scope="session")  # a process cannot load the ops of a second copy
-def droppable(tmp_path_factory):
-    """A copy of the kernels in which a variable leaves out a wait."""
+def copied_kernels(tmp_path_factory):
+    """Copy the kernels; in the copy a variable leaves out a wait."""
     root = tmp_path_factory.mktemp("droppable")
     shutil.copytree(CSRC, root / "csrc")  # headers that the kernels include
     folder = root / "engines" / "csrc"
@@ -291,24 +270,45 @@ def droppable(tmp_path_factory):
     return folder / fused.SOURCE.name
 
 
+@pytest.fixture
+def droppable(copied_kernels, monkeypatch):
+    """Run the copies of the kernels. All quick tests do: each shape is compiled once."""
+    monkeypatch.setattr(fused, "SOURCE", copied_kernels)
+    parse = header.parse_header
+    monkeypatch.setattr(header, "parse_header", lambda path, _: parse(path, "droppable_"))
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "portable"),
+    [(CONFIG, 127, False), (LONG, 255, False), (CONFIG, 127, True), (ONE_KERNEL, 127, False)],
+)
+def test_a_step_is_what_the_modules_compute(config, length, portable, droppable):
+    """The second of two steps begins a split."""
+    check_steps(random_model(config), [length], 2, 2e-4, portable=portable)
+
+
+@pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=pytest.mark.slow), ONE_KERNEL])
+def test_a_step_in_16_bits_is_what_the_modules_compute(config, droppable):
+    check_steps(random_model(config, torch.bfloat16), [127], 2, 0.25)
+
+
+def test_the_portable_step_gives_the_same_bits_in_float32(droppable):
+    check_portable(random_model(CONFIG), [127], 2, shared_kb=227)
+
+
 @pytest.mark.parametrize("wait", range(len(WAITS)))
 def test_a_missing_wait_is_caught(wait, droppable, monkeypatch):
     """A kernel without a wait reads data that has not been written yet."""
-    monkeypatch.setattr(fused, "SOURCE", droppable)
-    parse = header.parse_header
-    monkeypatch.setattr(header, "parse_header", lambda path, _: parse(path, "droppable_"))
     in_cluster = "kIsCluster" in WAITS[wait][1]
     config = LONG if in_cluster else CONFIG if wait < FIRST_OF_LAYERS else ONE_KERNEL
-    model, lengths = random_model(config), [260 if in_cluster else 5]
-    how = {"portable": WAITS[wait][0] == "struct ThreadWeights"}
-    if wait in (0, FIRST_OF_LAYERS - 2, FIRST_OF_LAYERS - 1, FIRST_OF_LAYERS):
-        check_steps(model, lengths, 2, 2e-4, **how)
+    portable = WAITS[wait][0] == "struct ThreadWeights"
     monkeypatch.setenv("DROPPED_WAIT", str(wait))
     with pytest.raises((AssertionError, RuntimeError)) as caught:
-        check_steps(model, lengths, 2, 2e-4, **how)
+        check_steps(random_model(config), [260 if in_cluster else 5], 2, 2e-4, portable=portable)
     assert not isinstance(caught.value, BuildError)
 
 
+@pytest.mark.usefixtures("droppable")
 def test_logits_that_are_not_finite_give_no_token():
     model = random_model(CONFIG)
     model.ln_f.bias.fill_(torch.nan)
@@ -324,18 +324,18 @@ def test_logits_that_are_not_finite_give_no_token():
         (torch.float32, 3000.0, 0.0),
         (torch.float32, 0.0, 100.0),
         pytest.param(torch.bfloat16, 3000.0, 0.0, marks=pytest.mark.slow),
-        (torch.float16, 3000.0, 0.0),
+        pytest.param(torch.float16, 3000.0, 0.0, marks=pytest.mark.slow),
         pytest.param(torch.float16, 0.0, 100.0, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("droppable")
 @torch.inference_mode()
 def test_a_layer_norm_before_a_product_is_as_accurate_as_one_apart(dtype, outlier, mean):
     """GPT-2's residual stream has channels with hundreds of times the values of the others."""
-    config = dataclasses.replace(CONFIG, n_layer=1)
-    model = random_model(config, dtype)
+    model = random_model(CONFIG, dtype)
     model.wte.weight += mean
     model.wte.weight[:, 7] += outlier
-    (block,) = model.blocks()
+    block = model.h[0]
     block.ln_1.weight[7] = 0.01  # GPT-2's are small there, too
     state = state_after(model, [5])
     token = state.newest.clone()
@@ -347,15 +347,16 @@ def test_a_layer_norm_before_a_product_is_as_accurate_as_one_apart(dtype, outlie
 
     def product(rounded: torch.dtype, wide: torch.dtype) -> torch.Tensor:
         weight, bias = block.ln_1.weight.to(wide), block.ln_1.bias.to(wide)
-        normed = F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, config.layer_norm_epsilon)
+        normed = F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, CONFIG.layer_norm_epsilon)
         y = normed.to(rounded).to(wide) @ linear.weight.to(wide) + linear.bias.to(wide)
-        return y[0, config.n_embd :].to(rounded).double()
+        return y[0, CONFIG.n_embd :].to(rounded).double()
 
     exact = product(torch.float64, torch.float64)
     apart = (product(dtype, torch.float32) - exact).abs().max()
     assert (found.double() - exact).abs().max() <= 2 * apart
 
 
+@pytest.mark.slow
 def test_the_chain_runs_where_not_all_clusters_run_at_once(monkeypatch):
     tried = []
 
