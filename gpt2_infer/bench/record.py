@@ -317,17 +317,6 @@ def read(path: Path) -> File:
         raise ResultsError(f"{path} is truncated or not JSON: {error}") from error
 
 
-def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
-    """Return the measurements of the same backend, and version file, in the same cell."""
-    return [
-        row
-        for row in timed
-        if row.samples
-        and (row.contender, row.cell) == (prediction.contender, prediction.cell)
-        and row.extra.get("version_digest") == prediction.extra.get("version_digest")
-    ]
-
-
 def newest(folder: Path, task: str, device: str = "") -> Path:
     """Return the newest file of a task, <date>_<device>_<task>.json.
 
