@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -82,34 +81,11 @@ class Access:
     """The request with the most wavefronts or sectors; the first of equals."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The accesses of one warp until the emulator switches to another warp or passes a barrier."""
-
-    barriers: int
-    """Number of barriers that the block has passed before."""
-    warp: int
-    accesses: int
-    """Number of accesses by all lanes of the warp."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The memory accesses of one launch of a version."""
-
-    accesses: list[Access]
-    """Accesses, ordered by source line."""
-    block: int
-    """Number of the block with the most accesses."""
-    turns: list[Turn]
-    """Turns of that block, in the order in which the emulator runs its warps."""
-
-
 # The recorder's counts, in the order of its columns.
 _COUNTED = "bytes", "requests", "wavefronts", "conflicts", "ways", "sectors", "fewest_sectors"
 
 
-def record(
+def count_accesses(
     version: VersionHeader,
     *,
     seqlen: int = 128,
@@ -118,7 +94,7 @@ def record(
     num_heads: int = 1,
     is_causal: bool = True,
     timeout_s: float = 600.0,
-) -> Recording:
+) -> list[Access]:
     """Run one launch of a version and record its accesses.
 
     All inputs are zeros of the version's first dtype. timeout_s limits the launch, in seconds;
@@ -169,19 +145,12 @@ def record(
             )
             raise UnsupportedError(version.path.name, [reason])
         rows = [line.split("\t") for line in done.out.splitlines()]
-        counted, turns = (
-            [row for row in rows if (row[0] == "turn") == is_turn] for is_turn in (0, 1)
-        )
-        places = _places(program, {address for row in counted for address in row[-1].split()})
-    found = [*_accesses(version, counted, places)]
+        places = _places(program, {address for row in rows for address in row[-1].split()})
+    found = [*_accesses(version, rows, places)]
     if not found:
         reason = "nothing to count: it launches no kernel, or exits before it does"
         raise UnsupportedError(version.path.name, [reason])
-    return Recording(
-        sorted(found, key=lambda access: (access.lines, access.memory, access.kind)),
-        block=int(turns[0][1]) if turns else 0,
-        turns=[Turn(*map(int, turn[2:])) for turn in turns],
-    )
+    return sorted(found, key=lambda access: (access.lines, access.memory, access.kind))
 
 
 def _accesses(
@@ -198,11 +167,6 @@ def _accesses(
             request = MemoryRequest(int(block), int(warp), int(cost), array, by_lane)
             numbers = dict(zip(_COUNTED, map(int, counts), strict=True))
             yield Access(lines, words, memory, kind, **numbers, costliest=request)
-
-
-def count_accesses(version: VersionHeader, **case: Any) -> list[Access]:
-    """Record one launch of a version and return only its accesses."""
-    return record(version, **case).accesses
 
 
 def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str, int]]]:

@@ -270,6 +270,17 @@ class File(_Record, kw_only=True):
             raise ResultsError(f"{path} cannot be written: {error.strerror}") from error
 
 
+def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
+    """Return the measurements of the same backend, and version file, in the same cell."""
+    return [
+        row
+        for row in timed
+        if row.samples
+        and (row.contender, row.cell) == (prediction.contender, prediction.cell)
+        and row.extra.get("version_digest") == prediction.extra.get("version_digest")
+    ]
+
+
 def encode(file: File) -> bytes:
     """Return the JSON of a file; raises ResultsError for a value of the wrong type."""
     try:
@@ -304,17 +315,6 @@ def read(path: Path) -> File:
         raise ResultsError(f"{path} is not a results file: {error}") from error
     except msgspec.DecodeError as error:
         raise ResultsError(f"{path} is truncated or not JSON: {error}") from error
-
-
-def timings_of(prediction: Row, timed: Iterable[Row]) -> list[Row]:
-    """Return the measurements of the same backend, and version file, in the same cell."""
-    return [
-        row
-        for row in timed
-        if row.samples
-        and (row.contender, row.cell) == (prediction.contender, prediction.cell)
-        and row.extra.get("version_digest") == prediction.extra.get("version_digest")
-    ]
 
 
 def newest(folder: Path, task: str, device: str = "") -> Path:

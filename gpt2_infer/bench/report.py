@@ -12,7 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from attention_kernels import UnsupportedError
-from attention_kernels.inspection.accesses import record
+from attention_kernels.inspection.accesses import count_accesses
 from attention_kernels.judge.conformance import Report
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment
@@ -100,7 +100,7 @@ def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: floa
         head_dim = shape.head_dim if shape.head_dim in head_dims else head_dims[0]
         taken = msgspec.structs.asdict(shape) | {"head_dim": head_dim}
         try:
-            recording = record(version, **taken, timeout_s=timeout_s)
+            recording = count_accesses(version, **taken, timeout_s=timeout_s)
         except UnsupportedError as error:
             return Kernel(name, version, head_dim, None, "; ".join(error.reasons))
         return Kernel(name, version, head_dim, recording)

@@ -17,10 +17,8 @@
 // most words that a wavefront wants from one bank, sectors, the fewest sectors that hold the same
 // bytes; the costliest request's block, warp, wavefronts or sectors, array, and each lane's offset
 // in it in bytes, "-" for an inactive lane; and the return addresses that lead to the place,
-// outermost first. Then, for the block with the most accesses, a line for each turn of a warp, in
-// the order in which the emulator runs them: "turn", the block, the barriers before it, the warp,
-// and the accesses of its lanes. The program ends with the process that started it, or if a block
-// takes longer than ATTENTION_EMULATOR_TIMEOUT seconds.
+// outermost first. The program ends with the process that started it, or if a block takes longer
+// than ATTENTION_EMULATOR_TIMEOUT seconds.
 
 #include <sys/prctl.h>
 
@@ -181,24 +179,6 @@ struct Step {
   uintptr_t address;
 };
 
-// The accesses of a warp until the emulator switches to another warp or passes a barrier.
-struct Turn {
-  unsigned interval, warp;
-  uint64_t accesses;
-};
-
-struct Turns {
-  uint64_t block = 0, accesses = 0;
-  std::vector<Turn> list;
-
-  void add(unsigned interval, unsigned warp) {
-    ++accesses;
-    if (list.empty() || list.back().interval != interval || list.back().warp != warp)
-      list.push_back({interval, warp, 0});
-    ++list.back().accesses;
-  }
-};
-
 // A function that a thread is in: its frame on the stack, and the return address of its call. Some
 // functions do not report their end, which a visit from an outer frame reveals; and a last basic
 // block may follow the report.
@@ -223,7 +203,6 @@ struct Recorder {
   std::chrono::steady_clock::time_point began;  // when the block began
   uint64_t visits = 0;
   size_t pending = 0;  // steps since the last barrier
-  Turns turns, most;   // of the running block, and of the one with the most accesses
 
   // Returns the calling CUDA thread, or null outside of kernels, between two launches.
   Fiber* thread() {
@@ -236,7 +215,6 @@ struct Recorder {
     if (fiber.block->number != block) {
       end_block();
       began = std::chrono::steady_clock::now();
-      turns.block = fiber.block->number;
     } else if (fiber.block->interval != interval) {
       replay();
     }
@@ -247,8 +225,6 @@ struct Recorder {
 
   void end_block() {
     replay();
-    if (turns.accesses > most.accesses) most = std::move(turns);
-    turns = {};
     block = ~uint64_t{0};
   }
 
@@ -286,7 +262,6 @@ struct Recorder {
     for (const Range& one : {dynamic_shared, static_shared})
       if (one.has(address)) array = one;
     if (size != 0 && array.size == 0) return;  // a thread's own variables: registers, on a GPU
-    if (size != 0) turns.add(interval, fiber->thread / kWarpSize);
     const unsigned place =
         place_at(chain, chain.size(), at, size, is_shared, static_cast<Kind>(kind), array);
     steps[fiber->thread].push_back({place, address});
@@ -442,9 +417,6 @@ struct Recorder {
       for (const uintptr_t address : place.chain) std::fprintf(channel, "%lx ", address);
       std::fprintf(channel, "\n");
     }
-    for (const Turn& turn : most.list)
-      std::fprintf(channel, "turn\t%lu\t%u\t%u\t%lu\n", most.block, turn.interval, turn.warp,
-                   turn.accesses);
   }
 };
 

@@ -20,7 +20,6 @@ from attention_kernels.inspection.accesses import (
     Access,
     count_accesses,
     format_table,
-    record,
 )
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
@@ -35,7 +34,7 @@ def recorded(tmp_path_factory):
     # Comments may be in any encoding.
     file.write_bytes(PATTERNS.replace("// v01 - access", "// v01 - caf\xe9").encode("latin-1"))
     with contextlib.redirect_stderr(io.StringIO()) as printed:
-        return record(parse_header(file)), printed.getvalue()
+        return count_accesses(parse_header(file)), printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def recording(recorded):
 def patterns(recording):
     by_comment: dict[str, list[Access]] = {}
     lines = PATTERNS.splitlines()
-    for access in recording.accesses:
+    for access in recording:
         comment = lines[access.lines[0] - 1].rpartition("//")[2].strip()
         by_comment.setdefault(comment, []).append(access)
     return by_comment
@@ -145,15 +144,6 @@ def test_a_request_records_the_address_of_each_lane(patterns):
     assert offsets("store apart", 32) == [32 * lane for lane in range(32)]
     assert offsets("eight lanes", 1) == [*(4 * lane for lane in range(8)), *[None] * 24]
     assert offsets("some leave early", 1) == [0] * 32  # the first of equally costly requests
-
-
-def test_the_warps_of_a_block_take_turns_between_barriers(recording):
-    assert recording.block == 0
-    assert [turn.barriers for turn in recording.turns] == [0, 0, 1, 1]
-    assert sorted(turn.warp for turn in recording.turns) == [0, 0, 1, 1]
-    first, second, *after = recording.turns
-    assert first.accesses == second.accesses == 32 * 65  # both arrays are filled
-    assert {turn.warp for turn in after} == {first.warp, second.warp} == {0, 1}
 
 
 def test_an_asynchronous_copy_is_a_load_and_a_store_of_its_width(patterns):

@@ -15,7 +15,7 @@ from gpt2_infer.bench.prediction import Predictions, predict_version, stalls_of
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.show import tables
 from gpt2_infer.bench.study import PredictionStudy, StallStudy
-from tests.gpt2_infer.bench.common import file_of, stalls
+from tests.gpt2_infer.bench.common import file_of
 from tests.gpt2_infer.cli.test_predict import FOUND
 
 NAME = "CUSTOM_CUDA_VERSION_12"
@@ -70,9 +70,3 @@ def test_a_version_that_cannot_be_predicted_has_the_reason(monkeypatch, version)
     assert "not this" in row.reason
     (table,) = tables.tables("FILE", file_of("stalls", [row], settings={"gpu": "H200 SXM"}))
     assert "not this" in table.notes[NAME]
-
-
-def test_the_table_of_stalls_names_the_worst_line():
-    (table,) = tables.tables("FILE", stalls({NAME: ("1", [(9, 0.25), (7, 0.75)])}))
-    reasons = ("short scoreboard, 75%", "wait, 25%", "line 7, short scoreboard, 75%")
-    assert table.rows == [(f"`{NAME}`", "100", "80", *reasons)]

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from pygments.lexers.c_cpp import CppLexer
 from pygments.token import Comment, Keyword, Literal
 
-from attention_kernels.inspection.accesses import Access, Recording
+from attention_kernels.inspection.accesses import Access
 from attention_kernels.inspection.sass.stalls import StalledLine, Stalls
 from attention_kernels.judge.conformance import Failure
 from attention_kernels.ladder.header import VersionHeader
@@ -63,7 +63,7 @@ class Kernel:
     name: str
     version: VersionHeader
     head_dim: int
-    recording: Recording | None
+    recording: list[Access] | None
     refused: str = ""
     stalls: Stalls | None = None
     found_wrong: Sequence[Failure] = ()
@@ -93,7 +93,7 @@ class Kernel:
         text = self.version.source
         pairs = zip(text.split("\n"), _highlight(text), strict=True)
         found = [Line(number, plain, html) for number, (plain, html) in enumerate(pairs, 1)]
-        for access in self.recording.accesses if self.recording else ():
+        for access in self.recording or ():
             found[access.lines[0] - 1].accesses.append(access)
         for counter in COUNTERS:
             _heat(found, counter, [line.counts[counter] for line in found])

@@ -13,7 +13,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("pygments")
 
 from attention_kernels import get_backend, ladder, list_backends
-from attention_kernels.inspection.accesses import Access, record
+from attention_kernels.inspection.accesses import Access, count_accesses
 from attention_kernels.judge.conformance import Failure, Report
 from attention_kernels.ladder.header import parse_header
 from gpt2_infer.bench import environment
@@ -101,7 +101,7 @@ def test_a_second_page_is_identical(file):
 
 @functools.cache
 def accesses(name: str) -> list[Access]:
-    return record(ladder.versions()[name], **SHAPE).accesses
+    return count_accesses(ladder.versions()[name], **SHAPE)
 
 
 def test_the_figures_are_those_of_the_recorder_and_of_the_results(file):
