@@ -27,6 +27,7 @@ SCALES = (0.02, 1.0, 8.0)
 EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
 LONGEST_EMULATED = 1025
+REMAINDERS = 48, 64  # of tiles of these sizes, all with each mask and head_dim, if they are few
 # Every number of heads, in a batch of two or more, and every batch size to here. Larger batches:
 # `batch` completes 32 prompts at once on a CPU, 512 on a GPU.
 WIDEST = 64
@@ -180,6 +181,12 @@ def _draw(
         lengths = np.arange(1, EVERY_LENGTH_TO + 1).repeat(2 * DRAWN_OF_LENGTH)
         masks = np.tile([0, 1], len(lengths) // 2)
         cover.add(len(lengths), usual, 3 * usual, seqlen=lengths, is_causal=masks)
+        short = lengths <= max(REMAINDERS)
+        for head_dim in values["head_dim"][:MOST_COMBINED_HEAD_DIMS]:
+            dims = np.full(short.sum(), head_dim)
+            cover.add(
+                len(dims), usual, seqlen=lengths[short], is_causal=masks[short], head_dim=dims
+            )
     widths = np.arange(1, WIDEST + 1).repeat(DRAWN_OF_WIDTH)
     batches = np.append(widths, EMULATED_BATCHES if is_emulated else BATCHES)
     for given in (
@@ -207,7 +214,7 @@ def _draw(
         seqlen, mask = cover.sizes["seqlen"], cover.at["is_causal"]
         cover.close(2 * seqlen + mask, seqlen <= EVERY_LENGTH_TO)
         if 1 < head_dims <= MOST_COMBINED_HEAD_DIMS:  # every remainder of a tile with each of them
-            for tile in (48, 64):
+            for tile in REMAINDERS:
                 cover.close((2 * (seqlen % tile) + mask) * head_dims + cover.at["head_dim"])
     return cover
 
