@@ -143,27 +143,35 @@ def object_file(csrc: Path, source: str, *flags: str) -> Path:
     def compile_to(output: Path) -> None:
         compilers.output_of([*command, "-c", str(csrc / source), "-o", str(output)])
 
-    def name() -> str:
-        return digest_of(Path(source).stem, [csrc / source], csrc, command)
-
-    return kept(name, ".o", compile_to, source)
+    return kept(Path(source).stem, ".o", [csrc / source], csrc, command, compile_to)
 
 
-def kept(name: Callable[[], str], suffix: str, make: Callable[[Path], None], label: str) -> Path:
+def kept(
+    name: str,
+    suffix: str,
+    files: Sequence[Path],
+    csrc: Path,
+    command: Sequence[str],
+    make: Callable[[Path], None],
+    *more: object,
+) -> Path:
     """Return a file of the cache, made by make(its path) if it is missing.
 
-    name: digest_of() the sources, which must not change meanwhile. label: their name in messages.
-    The last DIGEST_BYTES of the file are not its own. Raises BuildError.
+    name, files, csrc, command, more: those of digest_of(). The sources in `files` must not change
+    meanwhile; messages name the first. The last DIGEST_BYTES of the file returned are not its own.
+    Raises BuildError.
     """
-    stem = name()
-    file = f"{stem}{suffix}"
+
+    def now() -> str:
+        return digest_of(name, files, csrc, command, *more) + suffix
 
     def make_one(_: Sequence[str], folder: Path) -> None:
         make(folder / file)
-        if name() != stem:
-            raise _changed(label)
+        if now() != file:
+            raise _changed(files[0].name)
 
-    return _made({file: label}, make_one)[file]
+    file = now()
+    return _made({file: files[0].name}, make_one)[file]
 
 
 def _changed(label: str) -> BuildError:
