@@ -14,7 +14,7 @@ with_room(). With --products 3xfp16, layers take two rows or more through our ow
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -56,10 +56,10 @@ class Linear(nn.Module):
         self._prepared = Prepared()
 
     def product(self) -> Product:
-        """Return our own product of the current weights; raises BuildError."""
-        weight, bias = weight_and_bias(self)
-        self._prepared.check(weights_stamp([weight, bias]))
-        return self._prepared.share("product", lambda: Product(weight, bias, self.products))
+        """Return our own product, with weights packed at the first call; raises BuildError."""
+        return self._prepared.share(
+            "product", lambda: Product(*weight_and_bias(self), self.products)
+        )
 
     def release(self) -> bool:
         """Free the packed weights; return whether there were any."""
@@ -127,11 +127,6 @@ def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor]:
     """Return both parameters, without nn.Module's lookup, which takes as long as making a view."""
     parameters = cast("dict[str, Tensor]", module._parameters)
     return parameters["weight"], parameters["bias"]
-
-
-def weights_stamp(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return what changes when PyTorch replaces these tensors or writes to them."""
-    return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights]
 
 
 def lay_out(weight: Tensor) -> Tensor:

@@ -40,7 +40,6 @@ from gpt2_infer.linear import (
     Linear,
     project,
     weight_and_bias,
-    weights_stamp,
     with_room,
     without_autocast,
 )
@@ -210,7 +209,8 @@ class GPT2(nn.Module):
         self.config = config
         self._attention, self._decode_attention = _specs(attention, decode_attention)
         self.tokenizer: Tokenizer | None = None
-        self._prepared = Prepared()
+        self.prepared = Prepared()
+        """Engines for later calls."""
         self.wte, self.wpe = (
             # Its own initialization would import torch's compiler, which takes a second.
             nn.Embedding(rows, config.n_embd, _weight=torch.empty(rows, config.n_embd))
@@ -320,21 +320,26 @@ class GPT2(nn.Module):
         looked_up = [self.wpe] if self.lm_head is None else [self.wpe, self.wte]
         return sum(p.nbytes for p in self.parameters()) - sum(e.weight.nbytes for e in looked_up)
 
-    @property
-    def prepared(self) -> Prepared:
-        """The cache of engines for later calls; empty if the weights have changed since."""
-        self._prepared.check(weights_stamp(_parameters(self)))
-        return self._prepared
-
     def release(self) -> None:
-        """Free the state cached for later calls: KV caches, captured graphs, packed weights.
-
-        Also call it after changing weights through `.data`, which PyTorch does not track.
-        """
+        """Free the state cached for later calls: KV caches, captured graphs, packed weights."""
         linears = [module for module in self.h.modules() if isinstance(module, Linear)]
-        cleared = [self._prepared.clear(), *(linear.release() for linear in linears)]
+        cleared = [self.prepared.clear(), *(linear.release() for linear in linears)]
         if any(cleared) and self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def weights_changed(self) -> None:
+        """Discard everything made from the weights; call it after changing any of them.
+
+        Otherwise later calls may use packed copies of the old weights, or graphs that read their
+        memory. Copies from with_products() need a call of their own. Moving the model calls it.
+        """
+        self.release()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT2:
+        # to(), half(), cuda() and the like
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weights_changed()
+        return self
 
     @property
     def attention(self) -> BackendSpec:

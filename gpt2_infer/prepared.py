@@ -23,13 +23,12 @@ class Engine(Protocol):
 class Prepared:
     """Idle engines, the least recently used first, and the data that they share.
 
-    All of it was made for one state of the model's weights. It is thread-safe: an engine that one
-    thread has taken is not available to others. A copied or unpickled cache starts empty.
+    It is thread-safe: an engine that one thread has taken is not available to others. A copied or
+    unpickled cache starts empty.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._weights: object = None
         self._waiting: list[tuple[Hashable, Engine]] = []
         self._shared: dict[Hashable, object] = {}
         self.stamp = object()
@@ -38,13 +37,6 @@ class Prepared:
 
     def __reduce__(self) -> tuple[type[Prepared], tuple[()]]:
         return Prepared, ()
-
-    def check(self, weights: object) -> None:
-        """Discard everything if it was made for other weights."""
-        with self._lock:
-            if self._weights != weights:
-                self.clear()
-                self._weights = weights
 
     def clear(self) -> bool:
         """Discard everything; return whether there was anything."""

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from attention_kernels import ladder, list_backends
 from gpt2_infer.bench.record import Shape, newest
-from gpt2_infer.bench.show.page import make_page
-from gpt2_infer.cli import Parser
+from gpt2_infer.bench.report import make_page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
@@ -104,7 +103,9 @@ def report() -> str:
 
 def main() -> int:
     """Stage the pages and build the site."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--report", type=Path, help="page to show instead of one of a few versions")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "site", help="output folder")
     arguments = parser.parse_args()

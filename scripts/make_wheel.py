@@ -8,6 +8,7 @@ has changed. The wheel is for every Python and for torch 2.10 or later; problems
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import shutil
@@ -23,7 +24,6 @@ from attention_kernels import ladder
 from attention_kernels.ladder import compilers, prebuilt
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import CSRC, VersionHeader
-from gpt2_infer.cli import Parser
 
 ROOT = Path(__file__).parents[1]
 TAG = "manylinux_2_28_x86_64"
@@ -130,7 +130,7 @@ def pack(libraries: Iterable[Path], out: Path, tag: str = TAG) -> Path:
 def main() -> int:
     """Run the script and return the exit status."""
     known = ladder.versions()
-    parser = Parser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", metavar="BACKEND", choices=known, help="only these backends' kernels")
     add("--jobs", type=int, help="compilers that run at once (default: ninja's)")

@@ -23,12 +23,13 @@ from attention_kernels import AttentionError
 from gpt2_infer import GPT2InferError
 from gpt2_infer.bench import study
 from gpt2_infer.bench.show import tables
-from gpt2_infer.cli import Parser
 
 
 def main() -> int:
     """Run the requested studies that have no results yet."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="studies to run (default: all)")
     parser.add_argument("--prefix", default="results/", help="prefix of the output files")
     parser.add_argument("--studies", type=Path, default=study.STUDIES, help="TOML file of studies")

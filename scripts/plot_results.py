@@ -18,7 +18,6 @@ from pathlib import Path
 
 from gpt2_infer.bench.record import ResultsError, newest, read
 from gpt2_infer.bench.show import charts, drawing
-from gpt2_infer.cli import Parser
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,7 +63,9 @@ def complaints(drawn: dict[Path, bytes], there: set[Path]) -> list[str]:
 
 def main() -> int:
     """Draw pictures, or check that those of the documents are current."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results files")
     parser.add_argument("--out", type=Path, help="output folder (default: that of FILE)")
     parser.add_argument("--check", action="store_true", help="list stale pictures, drawing nothing")

@@ -123,11 +123,9 @@ def test_the_prompts_that_the_readme_completes_are_there():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_is_documented(command, capsys):
-    with pytest.raises(SystemExit):
-        parse([command, "--help"])
+def test_every_option_is_documented(command):
     text = (ROOT / "docs" / "cli.md").read_text("utf-8")
-    assert {*re.findall(r"--[a-z-]+", capsys.readouterr().out)} <= {
+    assert {*re.findall(r"--[a-z-]+", str(parse([command, "--help"])))} <= {
         "--help",
         *re.findall(r"--[a-z-]+", text),
     }

@@ -66,6 +66,27 @@ def test_no_file_imports_what_imports_it():
     TopologicalSorter(graph).prepare()
 
 
+@pytest.mark.parametrize(
+    "house", sorted({module.rpartition(".")[0] for module in MODULES if "." in module})
+)
+def test_no_room_imports_what_imports_it(house):
+    """A package's rooms are its modules and the packages in it, each with all that it contains.
+
+    Types do not count.
+    """
+
+    def room(module: str) -> str:
+        inside = module.removeprefix(f"{house}.")
+        return inside.partition(".")[0] if inside != module else ""
+
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        if mine := room(module):
+            found = map(room, imports(module, lazy=True))
+            graph.setdefault(mine, set()).update({*found} - {"", mine})
+    TopologicalSorter(graph).prepare()
+
+
 def test_the_kernels_name_no_command_of_the_application():
     for file in FILES:
         if file.is_relative_to(ROOT / "attention_kernels"):

@@ -103,18 +103,14 @@ def record(
     *,
     case: Sequence[int] = (1, 1024, 1, 1),
     multiprocessors: int | None = None,
-    parameters: bytes = b"",
 ) -> list[Launch]:
     """Run a recorder and return the version's launches for each head_dim.
 
     case: batch, seqlen, num_heads and is_causal. multiprocessors: those of the GPU, on which a
-    launch() may depend. parameters: the StructParams of a version whose Role is struct, instead of
-    a head_dim and a case. Raises UnsupportedError for a version that launches nothing, BuildError
-    if its launch() fails.
+    launch() may depend. Raises UnsupportedError for a version that launches nothing, BuildError if
+    its launch() fails.
     """
     command = [str(recorder), f"--case={','.join(map(str, case))}", *map(str, head_dims)]
-    if parameters:
-        command = [str(recorder), parameters.hex()]
     if multiprocessors:
         command = ["env", f"ATTENTION_EMULATOR_MULTIPROCESSORS={multiprocessors}", *command]
     found = [_launch(*line.split("\t")) for line in compilers.output_of(command).splitlines()]

@@ -184,6 +184,14 @@ def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tup
     return fits[least], least
 
 
+def reserved_first(arch: str) -> int:
+    """Return the bytes of shared memory that are reserved before a block's own.
+
+    From sm_90 on, they are part of its addresses and of the size that cuobjdump lists.
+    """
+    return LIMITS[arch].reserved_bytes if int(arch) >= 90 else 0
+
+
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 

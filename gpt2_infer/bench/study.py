@@ -142,14 +142,6 @@ class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
     seqlen: AtLeastOne = 1024
 
 
-class ProbeStudy(Study, kw_only=True, tag="probe"):
-    """What predictions have to know of a GPU, measured by scripts/probe.cu; needs nvcc."""
-
-    subject = "probe.Probe"
-    arch: str = "90a"
-    rounds: Rounds = 3
-
-
 class InstallStudy(Study, kw_only=True, tag="install"):
     """Each wheel of this package, from pip install to the first tokens, with empty caches."""
 
@@ -222,7 +214,6 @@ AnyStudy: TypeAlias = (
     | InspectionStudy
     | PredictionStudy
     | StallStudy
-    | ProbeStudy
     | InstallStudy
     | DecodeStudy
     | BatchStudy

@@ -1,22 +1,33 @@
-"""The command line. Each command is a module with add_options() and run(), imported on use.
+"""The command line: each command is a module with one typed function of the same name.
 
-Nothing here imports torch; a command imports it when it runs.
+The command line, the tools of `mcp` and --json all come from that function. What it returns is a
+value; text() of its module words it, and exit_status() says whether it failed. Nothing here imports
+torch; a command imports it when it runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import inspect
+import io
 import re
 import sys
-from collections.abc import Sequence
+import typing
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+from rich.console import Console
 
 from gpt2_infer import __version__
 from gpt2_infer.cli import console
-from gpt2_infer.cli.options import DEFAULT_PROMPT, DTYPES, Parser, see_only
+from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN
 
-__all__ = ["DEFAULT_PROMPT", "DTYPES", "Parser", "main", "program"]
+__all__ = ["DEFAULT_PROMPT", "Call", "main", "parse", "program"]
 
 DEFAULT_COMMAND = "generate"
 COMMANDS = {
@@ -27,13 +38,19 @@ COMMANDS = {
     "compare": "check and time backends: end-to-end generation, or the kernel alone",
     "diverge": "find where two backends or engines diverge, and tell a tie from a bug",
     "perplexity": "score backends by how well the model predicts a text",
-    "export": "write a verified kernel as a package for pip or a repository for Hugging Face's Hub",
+    "export": "write a verified kernel as a repository for Hugging Face's Hub",
     "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
     "mcp": "serve the judge and the inspection tools to programs, over MCP on standard streams",
     "cache": "list the cached compiled kernels, or delete them",
     "predict": "predict a kernel's time on a GPU, and what limits it, without that GPU",
     "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
     "report": "write an HTML report on kernels, line by line, and on results",
+}
+
+
+FLAGS = {
+    "json": Parameter(help="print one JSON value to standard output, not text"),
+    "debug": Parameter(help="show the traceback of an error"),
 }
 
 
@@ -49,17 +66,47 @@ def program() -> int:
     return watched(main)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A command and its arguments."""
+
+    module: ModuleType
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    json: bool = False
+    debug: bool = False
+
+    def run(self) -> int:
+        """Call the function, print what it returns, and return the exit status."""
+        found = call(self.function, self.arguments, live=not self.json)
+        if self.json:
+            console.show_json(console.plain(found))
+        elif hasattr(self.module, "text") and (text := self.module.text(found, **self.arguments)):
+            console.show(text)
+        return self.module.exit_status(found) if hasattr(self.module, "exit_status") else 0
+
+
+def call(function: Callable[..., Any], arguments: dict[str, Any], **hidden: object) -> Any:
+    """Call a command's function; hidden: parameters that no user gives, if it has them."""
+    signature = inspect.signature(function)
+    known = {name: value for name, value in hidden.items() if name in signature.parameters}
+    bound = inspect.BoundArguments(signature, OrderedDict(arguments | known))
+    return function(*bound.args, **bound.kwargs)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status; docs/cli.md lists the statuses."""
     console.prepare_streams()
-    debug = False
+    words = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in words
     try:
         console.show(end="")  # fails now, not after the work, if standard output is closed
-        command, arguments = parse(sys.argv[1:] if argv is None else argv)
-        debug = arguments.debug
-        if device := getattr(arguments, "device", None):
-            arguments.device = see_only(device)
-        status: int = command.run(arguments)
+        parsed = parse(words)
+        if isinstance(parsed, str):
+            console.show(parsed)
+            return 0
+        debug = parsed.debug
+        status = parsed.run()
         console.show(end="")
         return status
     except KeyboardInterrupt:
@@ -71,41 +118,106 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.discard_output()
         return 0
     except Exception as error:
-        if debug:
+        if debug and not isinstance(error, cyclopts.CycloptsError):
             raise
-        from attention_kernels.errors import KernelError, describe
-
-        if message := console.message_of(error):
-            hint = "; --debug shows the traceback" if isinstance(error, KernelError) else ""
-            console.print_error("gpt2-infer", message + hint)
-            return console.EXIT_BAD_INPUT
-        bug = f"this is a bug in gpt2-infer: {describe(error)}; --debug shows the traceback"
-        console.print_error("gpt2-infer", bug)
-        return console.EXIT_BUG
+        return _explain(error)
 
 
-def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
-    """Return the command's module and its options; the default command is generate."""
+def _explain(error: Exception) -> int:
+    """Print an error in one line, and return its exit status."""
+    from attention_kernels.errors import KernelError, describe
+
+    status = console.EXIT_BAD_INPUT
+    if isinstance(error, cyclopts.CycloptsError):
+        message = console.shorten(str(error))
+    elif known := console.message_of(error):
+        hint = "; --debug shows the traceback" if isinstance(error, KernelError) else ""
+        message = known + hint
+    else:
+        status = console.EXIT_BUG
+        message = f"this is a bug in gpt2-infer: {describe(error)}; --debug shows the traceback"
+    console.print_error("gpt2-infer", message)
+    return status
+
+
+def parse(argv: Sequence[str]) -> Call | str:
+    """Return the call, or the text that --help or --version asks for.
+
+    The default command is generate. Raises CycloptsError.
+    """
     words = list(argv)
-    first = next((word for word in words if word != "--debug"), None)
+    first = next((word for word in words if word != "--debug"), "")
+    name, program = DEFAULT_COMMAND, "gpt2-infer"
     if first in COMMANDS:
         words.remove(first)
-        name, program, epilog = first, f"gpt2-infer {first}", None
-    else:
-        name, program, epilog = DEFAULT_COMMAND, "gpt2-infer", _list_commands()
-    command = importlib.import_module(f"{__name__}.{name}")
-    parser = Parser(
-        prog=program,
-        description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, program = first, f"gpt2-infer {first}"
+    module = importlib.import_module(f"{__name__}.{name}")
+    function = getattr(module, name)
+    output = io.StringIO()
+    app = cyclopts.App(
+        name=program,
+        help=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
+        help_format="plaintext",
+        group_commands="Options",
+        group_parameters="Options",
+        help_flags="--help",
+        version=f"gpt2-infer {__version__}",
+        version_flags="--version",
+        default_parameter=Parameter(negative=(), show_default=_default, allow_repeating=True),
+        console=Console(file=output),
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("--version", action="version", version=f"gpt2-infer {__version__}")
-    command.add_options(parser)
-    return command, parser.parse_args(words)
+    app.default(_with_flags(function))
+    for other, what in COMMANDS.items() if first not in COMMANDS else ():  # for the help
+        app.command(cyclopts.App(name=other, help=what, group="Commands"))
+    called, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    if called is not app.default_command:  # help or version
+        called(*bound.args, **bound.kwargs)
+        return output.getvalue().rstrip()
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    flags = {flag: arguments.pop(flag) for flag in FLAGS if flag in arguments}
+    return Call(module, function, arguments, **flags)
 
 
-def _list_commands() -> str:
-    rows = [f"  {name:<12}{what}" for name, what in COMMANDS.items() if name != DEFAULT_COMMAND]
-    return "\n".join(["commands (gpt2-infer COMMAND --help):", *rows])
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a command's function; their annotations are no strings."""
+    found = inspect.signature(function).parameters
+    hints = {name: function.__annotations__[name] for name in found}
+    holder = type(
+        function.__name__, (), {"__annotations__": hints, "__module__": function.__module__}
+    )
+    types = typing.get_type_hints(
+        holder, vars(sys.modules[function.__module__]), include_extras=True
+    )
+    return {name: one.replace(annotation=types[name]) for name, one in found.items()}
+
+
+def _with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the parameters that a user may give, and with the flags."""
+    every = parameters(function)
+    given = {name: one for name, one in every.items() if HIDDEN not in extras(one)}
+    for flag, meaning in FLAGS.items():
+        if flag == "json" and function.__annotations__["return"] == "None":
+            continue
+        kind = Annotated[bool, meaning]
+        given[flag] = inspect.Parameter(
+            flag, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind
+        )
+
+    def call(**_: Any) -> None: ...
+
+    call.__signature__ = inspect.Signature([*given.values()])  # type: ignore[attr-defined]
+    call.__annotations__ = {name: one.annotation for name, one in given.items()}
+    return call
+
+
+def extras(one: inspect.Parameter) -> tuple[Any, ...]:
+    """Return what an annotation adds to its type."""
+    return typing.get_args(one.annotation)[1:]
+
+
+def _default(value: object) -> str | None:
+    """Return a default in the words of the command line; None where there is nothing to say."""
+    if value is None or value is False or value == ():
+        return None
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

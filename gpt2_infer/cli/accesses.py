@@ -2,53 +2,68 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.kernels import describe, shape_of, version_of
-from gpt2_infer.cli.options import POSITIVE, SEQLEN, TIMEOUT, add_shape_options, seconds
+from gpt2_infer.cli.options import (
+    BACKEND,
+    BATCH,
+    FULL,
+    HEAD_DIM,
+    HEADS,
+    SEQLEN,
+    TIMEOUT,
+    Count,
+    Seconds,
+)
+from gpt2_infer.cli.versions import call_shape, describe, version_of
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.accesses import Access
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add_shape_options(add, heads=1)
-    add("--seqlen", type=POSITIVE, default=128, help=SEQLEN)
-    add("--timeout", type=seconds, default=600.0, metavar="S", help=TIMEOUT)
-    add("--json", action="store_true", help="print a JSON list")
+def accesses(
+    name: Annotated[str, BACKEND],
+    /,
+    *,
+    seqlen: Annotated[Count, SEQLEN] = 128,
+    head_dim: Annotated[Count | None, HEAD_DIM] = None,
+    batch: Annotated[Count, BATCH] = 1,
+    heads: Annotated[Count, HEADS] = 1,
+    full: Annotated[bool, FULL] = False,
+    timeout_s: Annotated[Seconds, TIMEOUT] = 600.0,
+) -> list[Access]:
+    """Count the bank conflicts and memory sectors of each source line, in the CPU emulator.
+
+    The counts are exact for this shape, and need no GPU; caches are not modelled. Raises the errors
+    of version_of() and count_accesses().
+    """
+    from attention_kernels.inspection.accesses import count_accesses
+
+    _, version = version_of(name)
+    shape = call_shape(version, head_dim, batch, heads, full)
+    return count_accesses(version, seqlen=seqlen, **shape, timeout_s=timeout_s)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
-    from attention_kernels.inspection import accesses
+def text(
+    found: list[Access],
+    name: str,
+    seqlen: int,
+    head_dim: int | None,
+    batch: int,
+    heads: int,
+    full: bool,
+    timeout_s: float,
+) -> str:
+    """Return the shape, a table of the accesses, and what its line numbers mean."""
+    from attention_kernels.inspection.accesses import format_table
 
-    _, version = version_of(arguments.name)
-    shape = {"seqlen": arguments.seqlen, **shape_of(arguments, version)}
-    found = find(arguments)
-    if arguments.json:
-        show_json([dataclasses.asdict(access) for access in found])
-        return 0
-    show(f"{version.path.name}, emulated: {describe(shape)}\n")
+    _, version = version_of(name)
+    shape = {"seqlen": seqlen, **call_shape(version, head_dim, batch, heads, full)}
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    show(accesses.format_table(found, width))
+    lines = [f"{version.path.name}, emulated: {describe(shape)}\n", format_table(found, width)]
     if any(len(access.lines) > 1 for access in found):
-        show("\nLine a>b: line a of the kernel calls a function, which accesses memory in line b.")
-    return 0
-
-
-def find(arguments: argparse.Namespace) -> list[Access]:
-    """Return the accesses for the options of the command; raises those of count_accesses()."""
-    from attention_kernels.inspection import accesses
-
-    _, version = version_of(arguments.name)
-    shape = shape_of(arguments, version)
-    return accesses.count_accesses(
-        version, seqlen=arguments.seqlen, **shape, timeout_s=arguments.timeout
-    )
+        legend = "Line a>b: line a of the kernel calls a function, which accesses memory in line b."
+        lines += ["", legend]
+    return "\n".join(lines)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
 from tabulate import tabulate
-
-from gpt2_infer.cli.console import show, show_json
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
@@ -55,72 +52,13 @@ class Backend:
         return f"on {' and '.join(here)}" if here else NOT_HERE
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("names", nargs="*", metavar="WHAT", help=NAMES)
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
+def backends(
+    names: Annotated[tuple[str, ...], Parameter(name="WHAT", help=NAMES)] = (), /
+) -> list[Backend]:
+    """List the attention backends, what each takes, and why it does not run here, if it does not.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
-    rows = find(arguments.names)
-    if arguments.json:
-        show_json([dataclasses.asdict(row) for row in rows])
-    elif arguments.names:
-        for row in rows:
-            _show_details(row)
-    else:
-        _show_list(rows)
-    return 0
-
-
-def _show_list(rows: Sequence[Backend]) -> None:
-    """Print a line per backend; the numbered ones of a family share a line."""
-    groups: dict[tuple[str, str, str], list[Backend]] = {}
-    for row in rows:
-        stem = re.sub(r"(?<=_)\d+$", "", row.name)
-        groups.setdefault((row.family, stem, row.state), []).append(row)
-    table, before = [], ""
-    for (family, stem, state), group in groups.items():
-        name, what = group[0].name, group[0].summary
-        if len(group) > 1:
-            numbers = sorted(int(row.name.removeprefix(stem)) for row in group)
-            name, what = f"{stem}{_ranges(numbers)}", f"{len(group)} versions"
-        table.append(("" if family == before else family, name, state, what))
-        before = family
-    show(tabulate(table, tablefmt="plain", disable_numparse=True))
-    show("\n`gpt2-infer backends WHAT` has the details of a family or a backend.")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers in words: "1 to 3, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def _show_details(row: Backend) -> None:
-    takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row.precisions.items())
-    dims = ", ".join(map(str, row.head_dims)) or "any"
-    start = f"; changes {row.predecessor}" if row.predecessor else ""
-    origin = "; its CUDA kernels are prebuilt" if row.prebuilt else ""
-    show(f"{row.name} ({row.family}), {row.state}: {row.summary}")
-    show(f"  takes {takes}; head_dim {dims}{start}{origin}")
-    for choice in row.choices:
-        show(f"  {choice}")
-    if row.state == NOT_HERE:
-        reasons = dict.fromkeys(row.unavailable[device] or "" for device in row.devices)
-        show(f"  {'; '.join(reasons)}")
-
-
-def find(names: Sequence[str] = ()) -> list[Backend]:
-    """Return every backend by family, or those of the names: families, backends, version files.
-
-    Raises the errors of ladder.resolve() for an unknown name.
+    Nothing is built: a listed backend may still fail to compile. Raises the errors of
+    ladder.resolve() for an unknown name.
     """
     from attention_kernels import ladder, list_backends
 
@@ -153,3 +91,48 @@ def _describe(spec: BackendSpec, predecessor: str | None) -> Backend:
         predecessor=predecessor,
         unavailable={device: spec.unavailable_reason(device) for device in ("cuda", "cpu")},
     )
+
+
+def text(found: Sequence[Backend], names: Sequence[str]) -> str:
+    """Return a line per backend, numbered ones of a family in one; or details of those named."""
+    if names:
+        return "\n".join(line for row in found for line in _details(row))
+    groups: dict[tuple[str, str, str], list[Backend]] = {}
+    for row in found:
+        stem = re.sub(r"(?<=_)\d+$", "", row.name)
+        groups.setdefault((row.family, stem, row.state), []).append(row)
+    table, before = [], ""
+    for (family, stem, state), group in groups.items():
+        name, what = group[0].name, group[0].summary
+        if len(group) > 1:
+            numbers = sorted(int(row.name.removeprefix(stem)) for row in group)
+            name, what = f"{stem}{_ranges(numbers)}", f"{len(group)} versions"
+        table.append(("" if family == before else family, name, state, what))
+        before = family
+    lines = tabulate(table, tablefmt="plain", disable_numparse=True)
+    return f"{lines}\n\n`gpt2-infer backends WHAT` has the details of a family or a backend."
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in words: "1 to 3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _details(row: Backend) -> Iterator[str]:
+    takes = ", ".join(f"{dtype} ({kind})" for dtype, kind in row.precisions.items())
+    dims = ", ".join(map(str, row.head_dims)) or "any"
+    start = f"; changes {row.predecessor}" if row.predecessor else ""
+    origin = "; its CUDA kernels are prebuilt" if row.prebuilt else ""
+    yield f"{row.name} ({row.family}), {row.state}: {row.summary}"
+    yield f"  takes {takes}; head_dim {dims}{start}{origin}"
+    for choice in row.choices:
+        yield f"  {choice}"
+    if row.state == NOT_HERE:
+        reasons = dict.fromkeys(row.unavailable[device] or "" for device in row.devices)
+        yield f"  {'; '.join(reasons)}"

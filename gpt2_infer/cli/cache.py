@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import Annotated
 
-from gpt2_infer.cli.console import show, show_json
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--clear", action="store_true", help="delete everything in the cache")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+from cyclopts import Parameter
+from msgspec import Struct
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
+class Entry(Struct):
+    """A file or folder in the cache."""
+
+    name: str
+    bytes: int
+
+
+class Cache(Struct):
+    """What is in the cache, and what was deleted."""
+
+    folder: str
+    entries: list[Entry]
+    freed_bytes: int
+
+
+def cache(
+    *, clear: Annotated[bool, Parameter(help="delete everything in the cache")] = False
+) -> Cache:
+    """List the cached compiled kernels, or delete them."""
     from attention_kernels.ladder import build
 
-    freed = build.clear_cache() if arguments.clear else 0
-    entries = build.cache_entries()
-    if arguments.json:
-        sizes = [{"name": entry.name, "bytes": size} for entry, size in entries.items()]
-        show_json({"folder": str(build.cache_dir()), "entries": sizes, "freed_bytes": freed})
-        return 0
-    if arguments.clear:
-        show(f"freed {freed / 2**20:.1f} MiB in {build.cache_dir()}")
-        return 0
-    for entry, size in entries.items():
-        show(f"{size / 2**20:8.1f} MiB  {entry.name}")
-    show(f"{sum(entries.values()) / 2**20:8.1f} MiB in {build.cache_dir()}")
-    return 0
+    freed = build.clear_cache() if clear else 0
+    entries = [Entry(path.name, size) for path, size in build.cache_entries().items()]
+    return Cache(str(build.cache_dir()), entries, freed)
+
+
+def text(found: Cache, *, clear: bool) -> str:
+    """Return a line per entry and the total, or how much was freed."""
+    if clear:
+        return f"freed {found.freed_bytes / 2**20:.1f} MiB in {found.folder}"
+    lines = [f"{entry.bytes / 2**20:8.1f} MiB  {entry.name}" for entry in found.entries]
+    total = sum(entry.bytes for entry in found.entries)
+    return "\n".join([*lines, f"{total / 2**20:8.1f} MiB in {found.folder}"])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
+
+import msgspec
 
 from gpt2_infer.errors import GPT2InferError
 
@@ -34,10 +37,27 @@ def show(text: object = "", *, end: str = "\n") -> None:
         raise StandardOutputError(f"standard output cannot be written: {error.strerror}") from error
 
 
+def plain(value: Any) -> Any:
+    """Return what a command found as JSON values: with its own to_json(), if it has one."""
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    return value.to_json() if hasattr(value, "to_json") else msgspec.to_builtins(value)
+
+
+def shorten(message: str, most: int = 200) -> str:
+    """Leave out the middle of a message that quotes a long word."""
+    half = most // 2
+    return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
+
+
 def show_json(value: object) -> None:
-    """Write a value to standard output as JSON; null for a number that is not finite."""
-    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
-    show(json.dumps(finite, indent=2))
+    """Write a value to standard output as JSON."""
+    show(json.dumps(finite(value), indent=2))
+
+
+def finite(value: Any) -> Any:
+    """Return a JSON value with null for numbers that are not finite."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def prepare_streams() -> None:

@@ -2,119 +2,140 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from gpt2_infer.cli.console import EXIT_FAILED, print_error, show, show_json
+from cyclopts import Parameter
+
+from attention_kernels import child
+from gpt2_infer.cli.console import EXIT_FAILED, print_error
+from gpt2_infer.cli.predict import Predicted, predict
+from gpt2_infer.cli.verify import Findings, check, worst_case
+from gpt2_infer.cli.versions import usual_head_dim, version_of
 
 if TYPE_CHECKING:
-    from attention_kernels.inspection.sass.timing import Prediction
-    from gpt2_infer.cli.verdict import Findings
+    from attention_kernels.ladder.header import VersionHeader
 
-AS = (
-    "package: a plug-in for pip; hub: a repository for Hugging Face's kernel-builder, of an "
-    "attention kernel with one dtype"
-)
-OUT = "new folder, whose name becomes the package's and the backend's"
+NAME = "version file, *.cu, or a backend built from one"
+AS = "hub: a repository for Hugging Face's kernel-builder, of an attention kernel with one dtype"
+OUT = "new folder, whose name becomes the kernel's"
 GPU = "h200"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add("name", metavar="BACKEND", help="version file, *.cu, or a backend built from one")
-    add("--as", dest="kind", choices=("hub", "package"), required=True, help=AS)
-    add("--out", type=Path, metavar="DIR", required=True, help=OUT)
-    add("--json", action="store_true", help="print one JSON object")
+@dataclass(frozen=True)
+class Exported:
+    """The repository that was written; a kernel that did not pass has none."""
+
+    out: str
+    name: str
+    files: list[str]
+    verdict: Findings
+    predicted: Predicted | str
+    """The prediction for 1,024 tokens, or why there is none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every field; no prediction is null."""
+        predicted = None if isinstance(self.predicted, str) else self.predicted.to_json()
+        return vars(self) | {"verdict": self.verdict.to_json(), "predicted": predicted}
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
-    from gpt2_infer import export
-    from gpt2_infer.cli.kernels import usual_head_dim, version_of
-    from gpt2_infer.cli.predict import to_json
-    from gpt2_infer.cli.verdict import verdicts
+def export(
+    name: Annotated[str, Parameter(help=NAME)],
+    /,
+    *,
+    out: Annotated[Path, Parameter(help=OUT)],
+    kind: Annotated[Literal["hub"], Parameter(name="--as", help=AS)] = "hub",
+) -> Exported:
+    """Write a verified kernel as a repository for Hugging Face's Hub.
 
-    _, version = version_of(arguments.name)
-    planned = export.plan(version, arguments.kind, arguments.out)
-    (findings,) = verdicts(arguments.name, quick=True, progress=True).backends
+    Nothing is written if it fails. Raises RequestError for a folder that cannot be used, and
+    UnsupportedError for a version that the Hub does not take.
+    """
+    child.start_server()
+    from gpt2_infer import export as repository
+
+    _, version = version_of(name)
+    planned = repository.plan(version, out)
+    findings = check(name, quick=True, progress=True)
     if not findings.passed:
-        print_error("gpt2-infer", _refusal(findings, arguments.name))
-        return EXIT_FAILED
-    found = _predict(arguments.name)
-    evidence = export.Evidence(
+        return Exported(str(planned.folder), planned.name, [], findings, "it failed")
+    found = _predicted(name)
+    evidence = repository.Evidence(
         "\n".join(_verdict(findings, planned.kernel)),
-        "\n".join(_times(findings, found, planned.kernel, usual_head_dim(version))),
+        "\n".join(_times(findings, found, planned.kernel, version)),
     )
     files = planned.write(evidence)
-    if arguments.json:
-        predicted = None if isinstance(found, str) else to_json(found)
-        value = {"out": str(planned.folder), "name": planned.name, "files": files}
-        show_json(value | {"verdict": dataclasses.asdict(findings), "predicted": predicted})
-    else:
-        show(f"wrote {planned.folder}: {len(files)} files, {planned.kind} {planned.name}")
-        show(f"next: see {planned.folder / 'README.md'}")
-    return 0
+    return Exported(str(planned.folder), planned.name, files, findings, found)
+
+
+def text(found: Exported, **_: object) -> str:
+    """Return what was written, and where to read on; nothing if the kernel failed."""
+    if not found.files:
+        return ""
+    written = f"wrote {found.out}: {len(found.files)} files, hub {found.name}"
+    return f"{written}\nnext: see {Path(found.out) / 'README.md'}"
+
+
+def exit_status(found: Exported) -> int:
+    """Return whether the kernel failed, and say so."""
+    if found.files:
+        return 0
+    report, failures = found.verdict.report, found.verdict.failures
+    because = "it refused whatever was tried"
+    if failures:
+        because = f"it failed: {failures[0].what}: {failures[0].why}"
+    command = _verify(found.verdict, report.spec.name)
+    print_error("gpt2-infer", f"{report.spec.name} is not exported, because {because} ({command})")
+    return EXIT_FAILED
 
 
 def _verify(findings: Findings, kernel: str) -> str:
     """Return the command that repeats the verdict."""
-    options = ["--device", findings.device, "--quick", "--seed", str(findings.seed)]
+    report = findings.report
+    options = ["--device", report.device, "--quick", "--seed", str(report.seed)]
     return shlex.join(["gpt2-infer", "verify", kernel, *options])
-
-
-def _refusal(findings: Findings, name: str) -> str:
-    """Return in one sentence why a kernel is not exported."""
-    why = [f"it failed: {failure.what}: {failure.why}" for failure in findings.failures]
-    refused = "it refused whatever was tried"
-    because = (why or [refused])[0]
-    return f"{findings.name} is not exported, because {because} ({_verify(findings, name)})"
 
 
 def _where(findings: Findings) -> str:
     import torch
 
-    if findings.device == "cuda":
+    if findings.report.device == "cuda":
         return f"on {torch.cuda.get_device_name()}"
     return "in the CPU emulator" if findings.emulated else "on the CPU"
 
 
 def _verdict(findings: Findings, kernel: str) -> Iterator[str]:
     """Yield the lines about correctness: the command, the worst case, its errors and budgets."""
-    yield f"It passed {findings.checks} checks against float64 {_where(findings)}:"
+    yield f"It passed {findings.report.checks} checks against float64 {_where(findings)}:"
     yield f"\n```\n{_verify(findings, kernel)}\n```\n"
-    if worst := findings.worst:
-        yield f"The case closest to its error budget, {worst.case}:\n"
+    if findings.report.worst:
+        worst = worst_case(*findings.report.worst)
+        yield f"The case closest to its error budget, {worst['case']}:\n"
         yield "| rule | error | budget | error of plain PyTorch |\n|---|---|---|---|"
-        for one in worst.errors:
-            numbers = (one.error, one.budget, one.naive_error)
+        for one in worst["errors"]:
+            numbers = (one["error"], one["budget"], one["naive_error"])
             cells = ("not finite" if number is None else f"{number:.2e}" for number in numbers)
-            yield f"| {one.rule} | {' | '.join(cells)} |"
+            yield f"| {one['rule']} | {' | '.join(cells)} |"
         yield f"\nA budget is {findings.budget_rule}."
     if findings.nvcc:
         yield f"\n{findings.nvcc}."
 
 
-def _predict(name: str) -> Prediction | str:
-    """Return the predicted time of 1,024 tokens, or why it cannot be predicted."""
+def _predicted(name: str) -> Predicted | str:
     from attention_kernels import UnsupportedError
     from attention_kernels.ladder.compilers import BuildError
-    from gpt2_infer.cli import Parser, predict
 
-    parser = Parser()
-    predict.add_options(parser)
     try:
-        return predict.find(parser.parse_args([name, "--gpu", GPU]))[0]
+        return predict(name, gpu=GPU)[0]
     except (BuildError, UnsupportedError) as error:
         return str(error)
 
 
 def _times(
-    findings: Findings, found: Prediction | str, kernel: str, head_dim: int
+    findings: Findings, found: Predicted | str, kernel: str, version: VersionHeader
 ) -> Iterator[str]:
     """Yield the lines about time: what was measured, what is predicted, and the commands."""
     command = f"\n```\n{shlex.join(['gpt2-infer', 'verify', kernel])}\n```\n"
@@ -122,19 +143,19 @@ def _times(
         yield f"The kernel alone, {_where(findings)}:\n"
         yield "| backend | inputs | median, us | fastest | slowest |\n|---|---|---|---|---|"
         for one in findings.timing:
-            shape = f"N={one.seqlen} H={one.num_heads} head_dim={one.head_dim}, {one.dtype}"
-            times = (one.median_us, one.min_us, one.max_us)
-            cells = (one.status if time is None else f"{time:.1f}" for time in times)
-            yield f"| {one.backend} | {shape} | {' | '.join(cells)} |"
+            sizes = f"N={one['seqlen']} H={one['num_heads']} head_dim={one['head_dim']}"
+            times = (one["median_us"], one["min_us"], one["max_us"])
+            cells = (one["status"] if time is None else f"{time:.1f}" for time in times)
+            yield f"| {one['backend']} | {sizes}, {one['dtype']} | {' | '.join(cells)} |"
         yield command
-    elif findings.has_attention:
-        yield f"Not measured, because there was no GPU. This checks and times it on one:\n{command}"
     else:
-        yield "Not measured: only kernels that compute attention are timed alone, not decoding.\n"
+        yield f"Not measured, because there was no GPU. This checks and times it on one:\n{command}"
     if isinstance(found, str):
         yield f"No time is predicted: {found}."
         return
-    shape = f"N={found.seqlen} H=12 head_dim={head_dim}"
-    yield f"Predicted for {found.gpu}, {shape}: {found.time_us:.0f} us, bound by {found.bound}."
+    predicted = found.prediction
+    shape = f"N={predicted.seqlen} H=12 head_dim={usual_head_dim(version)}"
+    time = f"{predicted.time_us:.0f} us, bound by {predicted.bound}"
+    yield f"Predicted for {predicted.gpu}, {shape}: {time}."
     yield "That is a model of its machine code, not a measurement:"
     yield f"\n```\n{shlex.join(['gpt2-infer', 'predict', kernel, '--gpu', GPU])}\n```"

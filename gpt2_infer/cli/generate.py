@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from gpt2_infer.cli.console import EXIT_INTERRUPTED, show, show_json
-from gpt2_infer.cli.options import (
-    DEFAULT_PROMPT,
-    Former,
-    add_model_options,
-    add_sampling_options,
-    add_text_options,
-    make_sampling,
-)
+from cyclopts import Parameter
+
+from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
+from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN, Model, Text
 from gpt2_infer.cli.summary import format_report, make_report
 from gpt2_infer.errors import RequestError
 
-if TYPE_CHECKING:
-    from attention_kernels import BackendSpec
-    from gpt2_infer.model import GPT2
-    from gpt2_infer.request import Request
-
-BACKEND = (
-    "see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA if it is available and takes the "
-    "model, else PYTORCH_SDPA_EFFICIENT_ATTENTION; PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
+ATTENTION = (
+    "attention backend; see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA if it is available "
+    "and takes the model, else PYTORCH_SDPA_EFFICIENT_ATTENTION; PYTORCH_SDPA_FLASH_ATTENTION on "
+    "cpu)"
 )
-DECODE_BACKEND = (
+DECODE = (
     "attention backend for decoding with --kv-cache (default: the given --backend if it has a "
     "decode kernel, else DECODE_SPLIT_KV_VERSION_1 on cuda, or NAIVE_PYTORCH without nvcc or if "
     "the model is not supported, and PYTORCH_SDPA_FLASH_ATTENTION on cpu)"
@@ -43,131 +35,97 @@ PROMPT_FILE = "UTF-8 file with one prompt per line, or - for standard input; rep
 ENGINE = (
     "engine: eager launches kernels from Python, graph replays captured CUDA graphs, fused "
     "runs our own code: with --kv-cache whole steps, also in float32 on a CPU, else matrix "
-    "products in float32 on a GPU; auto is the fastest that supports the request (default: "
-    "%(default)s)"
+    "products in float32 on a GPU; auto is the fastest that supports the request"
 )
 KV_CACHE = (
     "cache keys and values; without it every token reruns the whole prefix, as in the case study"
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    model = parser.add_argument_group("model")
-    add_model_options(model)
-    add = model.add_argument
-    add("--backend", metavar="NAME", help=f"attention backend; {BACKEND}")
-    add("--decode-backend", metavar="NAME", help=DECODE_BACKEND)
-    add = parser.add_argument_group("text").add_argument
-    add("--prompt", action="append", metavar="TEXT", help=PROMPT)
-    add("--prompt-file", action="append", metavar="FILE", help=PROMPT_FILE)
-    add_text_options(add)
-    add_sampling_options(parser)
-    add = parser.add_argument_group("how").add_argument
-    add("--kv-cache", action="store_true", help=KV_CACHE)
-    add("--engine", default="auto", metavar="NAME", help=ENGINE)
-    instead = "--engine eager"
-    add("--no-cuda-graphs", action=Former, dest="engine", const="eager", instead=instead)
-    add("--json", action="store_true", help="print one JSON object, not text and report")
+@dataclass(frozen=True)
+class Generated:
+    """What ran and how long it took, and each prompt's text."""
+
+    report: dict[str, Any]
+    results: list[dict[str, Any]]
+    """The prompt, text, finish_reason and tokens of each prompt."""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
-    prompts = _read_prompts(arguments)
-    if arguments.decode_backend and not arguments.kv_cache:
+def generate(
+    *,
+    prompts: Annotated[tuple[str, ...], Parameter(name="--prompt", help=PROMPT)] = (),
+    prompt_files: Annotated[
+        tuple[str, ...],
+        Parameter(name="--prompt-file", allow_leading_hyphen=True, help=PROMPT_FILE),
+    ] = (),
+    backend: Annotated[str | None, Parameter(help=ATTENTION)] = None,
+    decode_backend: Annotated[str | None, Parameter(help=DECODE)] = None,
+    kv_cache: Annotated[bool, Parameter(help=KV_CACHE)] = False,
+    engine: Annotated[str, Parameter(help=ENGINE)] = "auto",
+    model: Annotated[Model, Parameter(name="*", group="Model")] = Model(),
+    text: Annotated[Text, Parameter(name="*", group="Text")] = Text(),
+    live: Annotated[bool, HIDDEN] = False,
+) -> Generated:
+    """Generate text with GPT-2, using the attention backend of your choice.
+
+    live: print the text of a single prompt as it is generated, and the report to standard error.
+    Raises RequestError, OSError, and what loading the model and generating raise.
+    """
+    prompts = (*prompts, *_read(prompt_files)) or (DEFAULT_PROMPT,)
+    if decode_backend and not kv_cache:
         raise RequestError("--decode-backend needs --kv-cache: without a cache nothing is decoded")
 
     from attention_kernels import ladder
     from gpt2_infer import generation
 
-    sampling = make_sampling(arguments)
+    settings = text.settings(model)
     attention, decode_attention = (
-        None if name is None else ladder.resolve(name)
-        for name in (arguments.backend, arguments.decode_backend)
+        None if name is None else ladder.resolve(name) for name in (backend, decode_backend)
     )
     started = time.perf_counter()
-    model, request = load(
-        arguments,
+    mode = "kv-cache" if kv_cache else "recompute"
+    loaded, request = model.load(
         attention=attention,
         decode_attention=decode_attention,
-        seed=sampling.seed,
-        request={
-            "prompts": prompts,
-            "max_new_tokens": arguments.max_new_tokens,
-            "mode": "kv-cache" if arguments.kv_cache else "recompute",
-            "sampling": sampling,
-            "stop": arguments.stop,
-            "ignore_eos": arguments.ignore_eos,
-            "engine": arguments.engine,
-        },
+        seed=settings["sampling"].seed,
+        request=settings | {"prompts": prompts, "mode": mode, "engine": engine},
     )
     load_s = time.perf_counter() - started
-
-    streams = not arguments.json and len(prompts) == 1
+    streams = live and len(prompts) == 1
     if streams:
         show(prompts[0], end="")
     try:
         result = generation.run(
-            model,
+            loaded,
             request,
             on_text=(lambda _, piece: show(piece, end="")) if streams else None,
-            progress=not streams and sys.stderr.isatty(),
+            progress=live and not streams and sys.stderr.isatty(),
         )
     finally:
         if streams:
             show()  # an error starts on a new line
-    status = EXIT_INTERRUPTED if "interrupted" in result.finish_reasons else 0
-    name = arguments.model + (f"@{arguments.revision}" if arguments.revision else "")
-    if arguments.random_weights:
+    name = model.model + (f"@{model.revision}" if model.revision else "")
+    if model.random_weights:
         name += " (random weights: the text means nothing)"
-    report = make_report(model, result, name=name, load_s=load_s)
-    if arguments.json:
-        rows = zip(prompts, result.texts, result.finish_reasons, result.tokens, strict=True)
-        keys = ("prompt", "text", "finish_reason", "tokens")
-        texts = [dict(zip(keys, row, strict=True)) for row in rows]
-        show_json({"report": report, "results": texts})
-        return status
-    if not streams:
-        for i, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True), 1):
-            show(f"--- prompt {i} of {len(prompts)}\n{prompt}{text}\n")
-    print(format_report(report), file=sys.stderr)
-    return status
+    report = make_report(loaded, result, name=name, load_s=load_s)
+    rows = zip(prompts, result.texts, result.finish_reasons, result.tokens, strict=True)
+    keys = ("prompt", "text", "finish_reason", "tokens")
+    found = Generated(report, [dict(zip(keys, row, strict=True)) for row in rows])
+    if live:
+        for i, row in enumerate(found.results if not streams else (), 1):
+            show(f"--- prompt {i} of {len(prompts)}\n{row['prompt']}{row['text']}\n")
+        print(format_report(report), file=sys.stderr)
+    return found
 
 
-def load(
-    arguments: argparse.Namespace,
-    *,
-    request: dict[str, Any],
-    attention: BackendSpec | None = None,
-    decode_attention: BackendSpec | None = None,
-    seed: int = 0,
-) -> tuple[GPT2, Request]:
-    """Return the model and the request; the request is checked before any weight is read."""
-    from gpt2_infer.checkpoint import open_checkpoint, resolve_device, resolve_dtype
-    from gpt2_infer.model import GPT2
-    from gpt2_infer.request import Request
-
-    device = resolve_device(arguments.device)
-    checkpoint = open_checkpoint(
-        arguments.model, revision=arguments.revision, random_weights=arguments.random_weights
-    )
-    checked = Request(config=checkpoint.config, tokenizer=checkpoint.tokenizer, **request)
-    model = GPT2.from_checkpoint(
-        checkpoint,
-        device=device,
-        dtype=resolve_dtype(arguments.dtype),
-        attention=attention,
-        decode_attention=decode_attention,
-        products=arguments.products,
-        seed=seed,
-    )
-    return model, checked
+def exit_status(found: Generated) -> int:
+    """Return whether it was interrupted."""
+    return EXIT_INTERRUPTED if "interrupted" in found.report["finish_reasons"] else 0
 
 
-def _read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """Return the prompts given, or the default one; raises RequestError or OSError."""
-    prompts = list(arguments.prompt or [])
-    for name in arguments.prompt_file or []:
+def _read(names: Sequence[str]) -> Iterator[str]:
+    """Yield the prompts in files; raises RequestError or OSError."""
+    for name in names:
         if name == "-" and sys.stdin is None:
             raise RequestError("--prompt-file -: standard input is closed")
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
@@ -179,5 +137,4 @@ def _read_prompts(arguments: argparse.Namespace) -> list[str]:
         lines = [line for line in re.split(r"\r\n|\n|\r", text) if line.strip()]
         if not lines:
             raise RequestError(f"--prompt-file {name} contains no prompt")
-        prompts += lines
-    return prompts or [DEFAULT_PROMPT]
+        yield from lines

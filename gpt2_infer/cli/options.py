@@ -1,76 +1,177 @@
-"""The parser, and the options that several commands share.
-
-argparse, not click: click has no options with several values, as in --dtypes float32 float16.
-"""
+"""The options that several commands share: types with their limits, and groups of options."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
-import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from gpt2_infer.cli.console import EXIT_BAD_INPUT, print_error, print_warning, show
-from gpt2_infer.config import PRODUCTS
+from cyclopts import CoercionError, Parameter
+from msgspec import Meta
+
+from gpt2_infer.config import ProductsName
 from gpt2_infer.errors import RequestError, integer_error
 
 if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
+    from cyclopts import Token
 
-    from gpt2_infer.sampling import Sampling
+    from attention_kernels import BackendSpec
+    from gpt2_infer.model import GPT2
+    from gpt2_infer.request import Request
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # as in the case study
-DTYPES = ("float32", "float16", "bfloat16")
-MODEL = 'hub id, local folder, or "demo" for the bundled model (default: %(default)s)'
+_INT32 = 2**31 - 1  # which kernels take
+
+
+def wrong(tokens: Sequence[Token], message: str) -> CoercionError:
+    """Return the error for a value; a ValueError's message is lost for one of several values."""
+    return CoercionError(msg=message, token=tokens[0])
+
+
+def _integer(limits: Meta) -> Parameter:
+    """Return how the command line reads an integer; msgspec checks the same limits for mcp."""
+
+    def convert(_: object, tokens: Sequence[Token]) -> int:
+        text = tokens[0].value
+        # No range reaches 20 digits, and Python refuses to convert more than 4,300.
+        value = int(text) if re.fullmatch(r"-?\d{1,19}", text) else text[:40]
+        assert limits.ge is not None
+        assert limits.le is not None
+        if error := integer_error(value, int(limits.ge), int(limits.le)):
+            raise wrong(tokens, error)
+        return int(value)
+
+    return Parameter(converter=convert)
+
+
+def _seconds(_: object, tokens: Sequence[Token]) -> float:
+    text = tokens[0].value
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        raise wrong(tokens, f"must be a positive number of seconds, not {text[:40]!r}")
+    return value
+
+
+def _device(_: object, tokens: Sequence[Token]) -> str:
+    text = tokens[0].value
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
+        raise wrong(
+            tokens, f"must be a device, cuda, cuda:1 or the like, or cpu, not {text[:40]!r}"
+        )
+    return see_only(text)
+
+
+_ONE, _ZERO, _TWO = Meta(ge=1, le=_INT32), Meta(ge=0, le=_INT32), Meta(ge=2, le=_INT32)
+_SEED, _SECONDS = Meta(ge=0, le=2**63 - 1), Meta(gt=0, le=threading.TIMEOUT_MAX)
+Count: TypeAlias = Annotated[int, _ONE, _integer(_ONE)]
+Size: TypeAlias = Annotated[int, _ZERO, _integer(_ZERO)]
+Rounds: TypeAlias = Annotated[int, _TWO, _integer(_TWO)]  # one sample has no spread
+Seed: TypeAlias = Annotated[int, _SEED, _integer(_SEED)]
+Seconds: TypeAlias = Annotated[float, _SECONDS, Parameter(converter=_seconds)]
+Device: TypeAlias = Annotated[
+    Literal["cuda", "cpu"], Parameter(converter=_device, show_choices=False)
+]
+Dtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
+KernelDtype: TypeAlias = Literal["float32", "float16", "bfloat16", "float64"]
+
+MANY = Parameter(consume_multiple=1)
+HIDDEN = Parameter(parse=False)
+BACKEND = Parameter(name="BACKEND", help="backend name or version file, *.cu")
+DEVICE = Parameter(help="device: cuda, cuda:1 or the like, or cpu (default: cuda if available)")
+HEAD_DIM = Parameter(help="head dimension (default: 64, or the first supported)")
+FULL = Parameter(help="omit the causal mask")
+SEQLEN = Parameter(help="sequence length in tokens")
+HEADS = Parameter(help="number of heads")
+BATCH = Parameter(help="batch size")
+TIMEOUT = Parameter(name="--timeout", help="time limit in seconds")
+MODEL = 'hub id, local folder, or "demo" for the bundled model'
 RANDOM_WEIGHTS = (
     "random weights from a seed, in the size of --model (gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
     "distilgpt2, demo or a folder), without a download: for timing, as the text means nothing"
 )
-TEMPERATURE = "divisor of the logits; 0 is greedy (default)"
-TOP_K = "number of most likely tokens to sample from; 0 is all (default)"
-TOP_P = "total probability of the most likely tokens to sample from; 1 is all (default)"
-SEED_HELP = "seed of sampling, for prompt i SEED + i, and of random weights (default: 0)"
-MAX_NEW_TOKENS = "maximum number of new tokens per prompt (default: %(default)s)"
-STOP = "stop string, which ends the text before it; repeatable"
-DEVICE = "device: cuda, cuda:1 or the like, or cpu (default: cuda if available, else cpu)"
-PRODUCTS_HELP = (
+PRODUCTS = (
     "how layers multiply float32 matrices of two rows or more on cuda: ieee-fp32, or 3xfp16, three "
-    "products of float16 numbers on tensor cores, about as exact (default: %(default)s)"
+    "products of float16 numbers on tensor cores, about as exact"
 )
-SEQLEN = "sequence length in tokens (default: %(default)s)"
-TIMEOUT = "time limit in seconds (default: 600)"
-FORMER_FAMILIES = {"custom-cuda": "fp32", "flash-attention-1": "fa1", "wmma-fa2": "wmma_fa2"}
-HEAD_DIM = "head dimension (default: 64, or the first supported)"
+TEXT_SEED = "seed of sampling, for prompt i SEED + i, and of random weights (default: 0)"
 
 
-def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
-    """Return an option type for integers in a range, by default int32, which kernels take."""
+@dataclass(frozen=True)
+class Model:
+    """The model, and where and how it runs."""
 
-    def convert(text: str) -> int:
-        # No range reaches 20 digits, and Python refuses to convert more than 4,300.
-        value = int(text) if re.fullmatch(r"-?\d{1,19}", text) else text[:40]
-        if error := integer_error(value, low, high):
-            raise argparse.ArgumentTypeError(error)
-        return int(value)
+    model: Annotated[str, Parameter(help=MODEL)] = "openai-community/gpt2"
+    revision: Annotated[str | None, Parameter(help="branch, tag or commit of a hub id")] = None
+    random_weights: Annotated[bool, Parameter(help=RANDOM_WEIGHTS)] = False
+    device: Annotated[Device | None, DEVICE] = None
+    dtype: Annotated[Dtype, Parameter(help="dtype")] = "float32"
+    products: Annotated[ProductsName, Parameter(help=PRODUCTS)] = "ieee-fp32"
 
-    return convert
+    def load(
+        self,
+        *,
+        request: dict[str, Any],
+        attention: BackendSpec | None = None,
+        decode_attention: BackendSpec | None = None,
+        seed: int = 0,
+    ) -> tuple[GPT2, Request]:
+        """Return the model and the request; the request is checked before any weight is read."""
+        from gpt2_infer.checkpoint import open_checkpoint, resolve_device, resolve_dtype
+        from gpt2_infer.model import GPT2
+        from gpt2_infer.request import Request
 
-
-POSITIVE = integer(1)
-ROUNDS = integer(2)  # one sample has no spread
-SEED = integer(0, 2**63 - 1)
-
-
-def device_name(text: str) -> str:
-    """Convert --device."""
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
-        raise argparse.ArgumentTypeError(
-            f"must be a device, cuda, cuda:1 or the like, or cpu, not {text[:40]!r}"
+        device = resolve_device(self.device)
+        checkpoint = open_checkpoint(
+            self.model, revision=self.revision, random_weights=self.random_weights
         )
-    return text
+        checked = Request(config=checkpoint.config, tokenizer=checkpoint.tokenizer, **request)
+        model = GPT2.from_checkpoint(
+            checkpoint,
+            device=device,
+            dtype=resolve_dtype(self.dtype),
+            attention=attention,
+            decode_attention=decode_attention,
+            products=self.products,
+            seed=seed,
+        )
+        return model, checked
+
+
+@dataclass(frozen=True)
+class Text:
+    """Where a text ends, and how the next token is chosen: greedily without a temperature."""
+
+    max_new_tokens: Annotated[Count, Parameter(help="maximum number of new tokens per prompt")] = (
+        512
+    )
+    stop: Annotated[
+        tuple[str, ...], Parameter(help="stop string, which ends the text before it; repeatable")
+    ] = ()
+    ignore_eos: Annotated[bool, Parameter(help="continue past the end-of-text token")] = False
+    temperature: Annotated[float, Parameter(help="divisor of the logits; 0 is greedy")] = 0.0
+    top_k: Annotated[Size, Parameter(help="most likely tokens to sample from; 0 is all")] = 0
+    top_p: Annotated[
+        float, Parameter(help="total probability of the most likely tokens to sample; 1 is all")
+    ] = 1.0
+    seed: Annotated[Seed | None, Parameter(help=TEXT_SEED)] = None
+
+    def settings(self, model: Model) -> dict[str, Any]:
+        """Return the fields of a request; raises RequestError for a seed that has no effect."""
+        from gpt2_infer.sampling import Sampling
+
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed or 0)
+        if self.seed is not None and sampling.is_greedy and not model.random_weights:
+            raise RequestError(
+                "--seed needs a temperature above 0: greedy decoding is deterministic"
+            )
+        ends = ("max_new_tokens", "stop", "ignore_eos")
+        return {name: asdict(self)[name] for name in ends} | {"sampling": sampling}
 
 
 def see_only(device: str) -> str:
@@ -96,101 +197,3 @@ def see_only(device: str) -> str:
         os.environ |= {} if before is None else {name: before}
         raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
     return kind
-
-
-def seconds(text: str) -> float:
-    """Convert a time limit, which must be positive and finite."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text[:40]!r}")
-    return value
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with one-line errors; the scripts use it too."""
-
-    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """Write the text of --help and --version; argparse itself ignores write errors."""
-        if file is sys.stdout:
-            show(message, end="")
-        else:
-            super()._print_message(message, file)
-
-    def error(self, message: str) -> NoReturn:
-        """End the process with the message and a pointer to --help."""
-        print_error(self.prog, f"{message} (see {self.prog} --help)")
-        raise SystemExit(EXIT_BAD_INPUT)
-
-
-class Former(argparse.Action):
-    """The former name of a choice: it still works, and standard error says what to write."""
-
-    def __init__(self, option_strings: Sequence[str], *, instead: str, **fields: Any) -> None:
-        super().__init__(option_strings, nargs=0, help=argparse.SUPPRESS, **fields)
-        self.instead = instead
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object
-    ) -> None:
-        """Set the choice."""
-        setattr(namespace, self.dest, self.const)
-        print_warning(parser.prog, f"{self.option_strings[0]} is deprecated: use {self.instead}")
-
-
-def current_family(name: str) -> str:
-    """Return a family's name, given that or what version 0.1 called it."""
-    current = FORMER_FAMILIES.get(name, name)
-    if current != name:
-        print_warning("gpt2-infer", f"the family {name} is deprecated: use {current}")
-    return current
-
-
-def add_shape_options(add: Callable[..., object], *, heads: int) -> None:
-    """Add the options for a kernel and, except for seqlen, the shape of its inputs."""
-    add("name", metavar="BACKEND", help="backend name or version file, *.cu")
-    add("--head-dim", type=POSITIVE, metavar="D", help=HEAD_DIM)
-    add("--batch", type=POSITIVE, default=1, help="batch size (default: %(default)s)")
-    add("--heads", type=POSITIVE, default=heads, help="number of heads (default: %(default)s)")
-    add("--full", action="store_true", help="omit the causal mask")
-
-
-def add_model_options(parser: argparse._ActionsContainer, *, device: bool = True) -> None:
-    """Add the options for the model, its dtype and, with `device`, the device."""
-    add = parser.add_argument
-    add("--model", default="openai-community/gpt2", metavar="NAME", help=MODEL)
-    add("--revision", help="branch, tag or commit of a hub id")
-    add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
-    if device:
-        add("--device", type=device_name, metavar="NAME", help=DEVICE)
-    add("--dtype", choices=DTYPES, default="float32", help="dtype (default: %(default)s)")
-    add("--products", choices=PRODUCTS, default="ieee-fp32", help=PRODUCTS_HELP)
-
-
-def add_text_options(add: Callable[..., object]) -> None:
-    """Add the options for where a text ends."""
-    add("--max-new-tokens", type=POSITIVE, default=512, metavar="N", help=MAX_NEW_TOKENS)
-    add("--stop", action="append", default=[], metavar="TEXT", help=STOP)
-    add("--ignore-eos", action="store_true", help="continue past the end-of-text token")
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for how the next token is chosen."""
-    add = parser.add_argument_group("sampling (greedy without --temperature)").add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help=TEMPERATURE)
-    add("--top-k", type=integer(0), default=0, metavar="K", help=TOP_K)
-    add("--top-p", type=float, default=1.0, metavar="P", help=TOP_P)
-    add("--seed", type=SEED, help=SEED_HELP)
-
-
-def make_sampling(arguments: argparse.Namespace) -> Sampling:
-    """Return the sampling options; raises RequestError for a seed that has no effect."""
-    from gpt2_infer.sampling import Sampling
-
-    seed = 0 if arguments.seed is None else arguments.seed
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, seed)
-    if arguments.seed is not None and sampling.is_greedy and not arguments.random_weights:
-        raise RequestError("--seed needs a temperature above 0: greedy decoding is deterministic")
-    return sampling

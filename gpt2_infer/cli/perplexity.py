@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from gpt2_infer.cli.console import show, show_json
-from gpt2_infer.cli.options import POSITIVE, add_model_options
+from cyclopts import Parameter
+
+from gpt2_infer.cli.options import MANY, Count, Model
+
+if TYPE_CHECKING:
+    from gpt2_infer.perplexity import Score
 
 INPUT = (
     "UTF-8 text, .xz or plain, documents separated by a line <|endoftext|> (default: the bundled "
@@ -19,68 +23,73 @@ WINDOW = "tokens per forward pass (default: the model's maximum)"
 STRIDE = "tokens between the starts of two windows (default: half a window)"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add("input", metavar="INPUT", type=Path, nargs="?", help=INPUT)
-    add_model_options(parser)
-    add("--backend", nargs="+", default=[], metavar="NAME", help=BACKENDS)
-    add("--window", type=POSITIVE, metavar="N", help=WINDOW)
-    add("--stride", type=POSITIVE, metavar="N", help=STRIDE)
-    add("--max-tokens", type=POSITIVE, metavar="N", help="tokens to score (default: all)")
-    add("--json", action="store_true", help="print one JSON object")
+@dataclass(frozen=True)
+class Scores:
+    """The score of each backend, NAIVE_PYTORCH's first, and how it was computed."""
+
+    model: str
+    dtype: str
+    products: str
+    input: str
+    bytes: int
+    window: int
+    stride: int
+    scores: list[Score]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every field, and each score's perplexity and standard errors."""
+        value = dataclasses.asdict(self)
+        for row, score in zip(value["scores"], self.scores, strict=True):
+            row |= {"perplexity": score.perplexity, "standard_errors": score.standard_errors}
+        return value
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
-    from tabulate import tabulate
+def perplexity(
+    path: Annotated[Path | None, Parameter(name="INPUT", help=INPUT)] = None,
+    /,
+    *,
+    backends: Annotated[tuple[str, ...], MANY, Parameter(name="--backend", help=BACKENDS)] = (),
+    window: Annotated[Count | None, Parameter(help=WINDOW)] = None,
+    stride: Annotated[Count | None, Parameter(help=STRIDE)] = None,
+    max_tokens: Annotated[Count | None, Parameter(help="tokens to score (default: all)")] = None,
+    model: Annotated[Model, Parameter(name="*", group="Model")] = Model(),
+) -> Scores:
+    """Score backends by how well the model predicts a text.
+
+    Raises the errors of GPT2.from_pretrained(), perplexity.read_text() and perplexity.compare().
+    """
     from tqdm import tqdm
 
-    from gpt2_infer import GPT2, perplexity
+    from gpt2_infer import GPT2
+    from gpt2_infer import perplexity as scoring
 
-    model = GPT2.from_pretrained(
-        arguments.model,
-        revision=arguments.revision,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        products=arguments.products,
-        attention=perplexity.BASELINE,
-        random_weights=arguments.random_weights,
-    )
-    path = arguments.input or perplexity.HELD_OUT
-    text = perplexity.read_text(path, model, max_tokens=arguments.max_tokens)
-    window = model.config.n_positions if arguments.window is None else arguments.window
-    stride = max(1, window // 2) if arguments.stride is None else arguments.stride
+    options = dataclasses.asdict(model)
+    loaded = GPT2.from_pretrained(options.pop("model"), attention=scoring.BASELINE, **options)
+    path = path or scoring.HELD_OUT
+    text = scoring.read_text(path, loaded, max_tokens=max_tokens)
+    window = window or loaded.config.n_positions
+    stride = stride or max(1, window // 2)
     with tqdm(unit="tok", disable=None) as bar:
-        scores = perplexity.compare(
-            model, arguments.backend, text, window=window, stride=stride, progress=bar.update
+        scores = scoring.compare(
+            loaded, backends, text, window=window, stride=stride, progress=bar.update
         )
-    if arguments.json:
-        facts = {
-            "model": arguments.model,
-            "dtype": arguments.dtype,
-            "products": arguments.products,
-            "input": path.name,
-            "bytes": text.bytes,
-            "window": window,
-            "stride": stride,
-            "scores": [
-                dataclasses.asdict(s)
-                | {"perplexity": s.perplexity, "standard_errors": s.standard_errors}
-                for s in scores
-            ],
-        }
-        show_json(facts)
-        return 0
+    facts = (model.model, model.dtype, model.products, path.name, text.bytes, window, stride)
+    return Scores(*facts, scores)
+
+
+def text(found: Scores, **_: object) -> str:
+    """Return a table, and below it what was scored."""
+    from tabulate import tabulate
+
     table = [("backend", "bits per byte", "perplexity", "nats per token", "standard errors")]
-    for i, s in enumerate(scores):
+    for i, s in enumerate(found.scores):
         differences = (f"{s.difference:+.2e}", f"{s.standard_errors:+.1f}") if i else ("", "")
         table.append((s.backend, f"{s.bits_per_byte:.6f}", f"{s.perplexity:.5f}", *differences))
     align = ("left", *["right"] * 4)
-    show(tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align))
-    print(
-        f"{scores[0].tokens} tokens, {text.bytes} bytes of {path.name}; {arguments.dtype}, windows "
-        f"of {window}, stride {stride}; the last two columns: difference from {scores[0].backend}",
-        file=sys.stderr,
+    lines = tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align)
+    first = found.scores[0]
+    return (
+        f"{lines}\n{first.tokens} tokens, {found.bytes} bytes of {found.input}; {found.dtype}, "
+        f"windows of {found.window}, stride {found.stride}; the last two columns: difference from "
+        f"{first.backend}"
     )
-    return 0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from gpt2_infer.cli.console import EXIT_FAILED, show, show_json
-from gpt2_infer.cli.kernels import usual_head_dim, versions_of
-from gpt2_infer.cli.options import HEAD_DIM, POSITIVE, SEQLEN, TIMEOUT, seconds
+from cyclopts import Parameter
+
+from gpt2_infer.cli.console import EXIT_FAILED, show
+from gpt2_infer.cli.options import FULL, HEAD_DIM, HIDDEN, SEQLEN, TIMEOUT, Count, Seconds
+from gpt2_infer.cli.versions import usual_head_dim, versions_of
 from gpt2_infer.errors import RequestError
 from gpt2_infer.files import check_writable
 
@@ -18,69 +20,80 @@ if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
 NAMES = "backend names, version files, *.cu, or results files, *.json"
+FAMILY = "ladder whose versions are added, with the predictions in the results"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add("names", nargs="*", metavar="WHAT", help=NAMES)
-    add("--family", help="ladder whose versions are added, with the predictions in the results")
-    add("--out", type=Path, default=Path("report.html"), help="HTML file (default: %(default)s)")
-    add("--seqlen", type=POSITIVE, default=128, help=SEQLEN)
-    add("--head-dim", type=POSITIVE, metavar="D", help=HEAD_DIM)
-    add("--full", action="store_true", help="omit the causal mask")
-    add("--gpu", default="h200", help="GPU to predict for, or none (default: %(default)s)")
-    add("--timeout", type=seconds, default=600.0, metavar="S", help=TIMEOUT)
-    add("--json", action="store_true", help="print one JSON object")
+@dataclass(frozen=True)
+class Page:
+    """The page that was written."""
+
+    out: str
+    bytes: int
+    failed: list[str]
+    """The versions that failed the checks."""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
+def report(
+    names: Annotated[tuple[str, ...], Parameter(name="WHAT", help=NAMES)] = (),
+    /,
+    *,
+    family: Annotated[str | None, Parameter(help=FAMILY)] = None,
+    out: Annotated[Path, Parameter(help="HTML file")] = Path("report.html"),
+    gpu: Annotated[str, Parameter(help="GPU to predict for, or none")] = "h200",
+    seqlen: Annotated[Count, SEQLEN] = 128,
+    head_dim: Annotated[Count | None, HEAD_DIM] = None,
+    full: Annotated[bool, FULL] = False,
+    timeout_s: Annotated[Seconds, TIMEOUT] = 600.0,
+    live: Annotated[bool, HIDDEN] = False,
+) -> Page:
+    """Write an HTML report on kernels, line by line, and on results.
+
+    live: print each verdict when it is there. Raises RequestError and the errors of make_page().
+    """
     from gpt2_infer.bench import selection
     from gpt2_infer.bench.record import Shape
 
-    check_writable(arguments.out)
-    files = [Path(name) for name in arguments.names if name.endswith(".json")]
-    versions = selection.versions_of(arguments.family) if arguments.family else {}
-    own = versions_of(name for name in arguments.names if not name.endswith(".json"))
+    check_writable(out)
+    files = [Path(name) for name in names if name.endswith(".json")]
+    versions = selection.versions_of(family) if family else {}
+    own = versions_of(name for name in names if not name.endswith(".json"))
     versions |= own
     if not versions and not files:
         raise RequestError("nothing to report: give backends, version files, results or --family")
-    gpu = None if arguments.gpu == "none" else arguments.gpu
     first = next(iter(versions.values()), None)
-    shape = Shape(
-        batch=1,
-        num_heads=1,
-        seqlen=arguments.seqlen,
-        head_dim=arguments.head_dim or (usual_head_dim(first) if first else 64),
-        is_causal=not arguments.full,
-    )
+    head_dim = head_dim or (usual_head_dim(first) if first else 64)
+    shape = Shape(batch=1, num_heads=1, seqlen=seqlen, head_dim=head_dim, is_causal=not full)
     try:
-        from gpt2_infer.bench.show.page import make_page
+        from gpt2_infer.bench.report import make_page
     except ModuleNotFoundError as error:
         raise RequestError(f"{error.name} is missing: install gpt2-infer[report]") from error
-    verdicts = dict(_verdicts(own, arguments)) if own else {}
+    verdicts = dict(_verdicts(own, timeout_s, live)) if own else {}
     page = make_page(
         versions,
         files,
         shape,
-        gpu=gpu,
+        gpu=None if gpu == "none" else gpu,
         predict=own,
         verdicts=verdicts,
-        timeout_s=arguments.timeout,
+        timeout_s=timeout_s,
     )
-    arguments.out.write_text(page, "utf-8")
-    size = arguments.out.stat().st_size
+    out.write_text(page, "utf-8")
     failed = [k for k, found in verdicts.items() if not (isinstance(found, str) or found.passed)]
-    if arguments.json:
-        show_json({"out": str(arguments.out), "bytes": size, "failed": failed})
-    else:
-        show(f"wrote {arguments.out}, {size / 1024:.0f} KiB")
-    return EXIT_FAILED if failed else 0
+    return Page(str(out), out.stat().st_size, failed)
+
+
+def text(found: Page, **_: object) -> str:
+    """Return the name and size of the page."""
+    return f"wrote {found.out}, {found.bytes / 1024:.0f} KiB"
+
+
+def exit_status(found: Page) -> int:
+    """Return whether a version failed."""
+    return EXIT_FAILED if found.failed else 0
 
 
 def _verdicts(
-    versions: Mapping[str, VersionHeader], arguments: argparse.Namespace
+    versions: Mapping[str, VersionHeader], timeout_s: float, live: bool
 ) -> Iterator[tuple[str, Report | str]]:
     """Yield what the first checks of `verify` find on the CPU, or why they cannot run there."""
     from attention_kernels import UnavailableBackendError, UnsupportedError, registry
@@ -93,13 +106,11 @@ def _verdicts(
 
     for name, what in whats.items():
         try:
-            found = conformance.verify(
-                what, "cpu", quick=True, progress=True, timeout_s=arguments.timeout
-            )
+            found = conformance.verify(what, "cpu", quick=True, progress=True, timeout_s=timeout_s)
         except (UnavailableBackendError, UnsupportedError) as error:
             yield name, str(error)
             continue
-        if not arguments.json:
+        if live:
             failures = f"FAILED: {len(found.failures)} of " if found.failures else "passed "
             show(f"{name}: {failures}{found.checks} checks")
         yield name, found

@@ -1,8 +1,8 @@
-"""Write a version file as a repository of its own: a package for pip, or a kernel for the Hub.
+"""Write a version file as a repository of its own: a kernel for Hugging Face's Hub.
 
-package: examples/my_backend with other names and this kernel. `example` is a link to it, in whose
-place a wheel has the files. hub: what Hugging Face's kernel-builder builds, from the templates in
-hub/ and from csrc, and what kernels.get_kernel() loads then. The new folder's name is its name.
+It is what Hugging Face's kernel-builder builds, from the templates in hub/ and from csrc, and what
+kernels.get_kernel() loads then. The new folder's name is its name. As a plug-in for pip, a kernel
+is a copy of examples/my_backend: docs/adding-a-kernel.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from attention_kernels import UnsupportedError, registry
 from attention_kernels.ladder import build, header
@@ -24,9 +24,8 @@ from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.ladder.op import SCHEMAS
 from gpt2_infer.errors import RequestError
 
-Kind: TypeAlias = Literal["hub", "package"]
 Files: TypeAlias = dict[str, bytes]  # by path in a folder
-HERE = Path(__file__).parent
+HUB = Path(__file__).parent / "hub"
 NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")  # the Hub takes no others
 # What kernel-builder compiles for with CUDA 13; listed for a kernel that needs more than the first.
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "11.0", "12.0+PTX")
@@ -45,7 +44,6 @@ class Export:
     """A kernel's files, read before anything runs them, and the folder to write."""
 
     version: VersionHeader
-    kind: Kind
     folder: Path
     own: Files
     """The version file, and what it includes from its folder."""
@@ -54,7 +52,7 @@ class Export:
 
     @property
     def name(self) -> str:
-        """The name of the package, and of the kernel on the Hub."""
+        """The name of the kernel on the Hub."""
         return self.folder.name.replace("_", "-")
 
     @property
@@ -63,27 +61,10 @@ class Export:
         return self.folder.name.replace("-", "_")
 
     @property
-    def kernels(self) -> str:
-        """The subfolder of the version file."""
-        if self.kind == "hub":
-            return "csrc"
-        return (
-            f"src/{self.module}/decode" if self.version.role == "decode" else f"src/{self.module}"
-        )
-
-    @property
     def kernel(self) -> str:
         """The path of the version file in the folder."""
-        # CMake takes no other characters, and a ladder no file without a number.
-        name = re.sub(r"[^\w.-]+", "_", self.version.path.name, flags=re.ASCII)
-        is_numbered = self.kind == "hub" or re.match(r"v\d+_", name)
-        return f"{self.kernels}/{name if is_numbered else f'v01_{name}'}"
-
-    @property
-    def backend(self) -> str:
-        """The name of the package's backend."""
-        role = "DECODE" if self.version.role == "decode" else "CUDA"
-        return f"{self.module.upper()}_{role}_VERSION_{self.version.number}"
+        # CMake takes no other characters.
+        return "csrc/" + re.sub(r"[^\w.-]+", "_", self.version.path.name, flags=re.ASCII)
 
     def write(self, evidence: Evidence) -> list[str]:
         """Write the folder and return the paths of its files.
@@ -93,48 +74,30 @@ class Export:
         if sources(self.version) != (self.own, self.shared):
             raise RequestError(f"{self.version.path.name} changed while it was verified: try again")
         check_folder(self.folder)
-        files = self._hub() if self.kind == "hub" else self._package()
-        files |= {f"{self.kernels}/{name}": text for name, text in self.own.items()}
-        files[self.kernel] = files.pop(f"{self.kernels}/{self.version.path.name}")
-        files["README.md"] = self._fill(f"{self.kind}/README.md", **vars(evidence))
+        files = self._files()
+        files |= {f"csrc/{name}": text for name, text in self.own.items()}
+        files[self.kernel] = files.pop(f"csrc/{self.version.path.name}")
+        files["README.md"] = self._fill("README.md", **vars(evidence))
         for name, text in files.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text)
-        if self.kind == "hub":  # which kernel-builder makes the page on the Hub from
-            (self.folder / "CARD.md").symlink_to("README.md")
+        # kernel-builder makes the page on the Hub from it
+        (self.folder / "CARD.md").symlink_to("README.md")
         return sorted(files)
 
-    def _package(self) -> Files:
-        """Return the example's files with the package's names, and without its kernels."""
-        names = {
-            "my_backend": self.module,
-            "my-backend": self.name,
-            "MY_": f"{self.module}_".upper(),
-        }
-
-        def renamed(text: str) -> str:
-            lines = (
-                line for line in text.splitlines(keepends=True) if "my_backend.tiled" not in line
-            )
-            return re.sub("|".join(names), lambda found: names[found[0]], "".join(lines))
-
-        example = HERE / "example"
-        kept = ("pyproject.toml", "src/my_backend/__init__.py", "tests/test_my_backend.py")
-        return {renamed(name): renamed((example / name).read_text()).encode() for name in kept}
-
-    def _hub(self) -> Files:
+    def _files(self) -> Files:
         """Return a repository for kernel-builder, less the kernel."""
         files = {f"csrc/{name}": text for name, text in self.shared.items()}
         binding = (header.csrc_of(self.version) / "binding.cpp").read_text()
         return files | {
-            "build.toml": self._fill("hub/build.toml.in"),
-            "flake.nix": self._fill("hub/flake.nix.in"),
-            "LICENSE": (HERE / "hub/LICENSE").read_bytes(),
-            "torch-ext/torch_binding.cpp": self._fill("hub/torch_binding.cpp.in", binding=binding),
-            f"torch-ext/{self.module}/__init__.py": self._fill("hub/__init__.py.in"),
-            f"tests/test_{self.module}.py": self._fill("hub/test.py.in"),
-            f"benchmarks/benchmark_{self.module}.py": self._fill("hub/benchmark.py.in"),
+            "build.toml": self._fill("build.toml.in"),
+            "flake.nix": self._fill("flake.nix.in"),
+            "LICENSE": (HUB / "LICENSE").read_bytes(),
+            "torch-ext/torch_binding.cpp": self._fill("torch_binding.cpp.in", binding=binding),
+            f"torch-ext/{self.module}/__init__.py": self._fill("__init__.py.in"),
+            f"tests/test_{self.module}.py": self._fill("test.py.in"),
+            f"benchmarks/benchmark_{self.module}.py": self._fill("benchmark.py.in"),
         }
 
     def _fill(self, template: str, **more: str) -> bytes:
@@ -148,7 +111,6 @@ class Export:
         values = {
             "name": self.name,
             "module": self.module,
-            "backend": self.backend,
             "kernel": self.kernel,
             "title": version.title[0].upper() + version.title[1:].rstrip("."),
             "op": version.name,
@@ -161,12 +123,11 @@ class Export:
             "flags": json.dumps([*macros, *version.flags]),
             "capabilities": f"\ncuda-capabilities = {json.dumps(needs)}"
             * (version.needs is not None),
-            "use": "--kv-cache --decode-backend" if version.role == "decode" else "--backend",
         }
-        return Template((HERE / template).read_text()).substitute(values | more).encode()
+        return Template((HUB / template).read_text()).substitute(values | more).encode()
 
 
-def plan(version: VersionHeader, kind: Kind, folder: Path) -> Export:
+def plan(version: VersionHeader, folder: Path) -> Export:
     """Read a version and what it includes, for a folder that does not exist yet.
 
     Raises RequestError for a folder that cannot be used, UnsupportedError for a version that the
@@ -174,18 +135,18 @@ def plan(version: VersionHeader, kind: Kind, folder: Path) -> Export:
     """
     folder = folder.absolute()
     check_folder(folder)
-    if reasons := [*_refusals(version)] if kind == "hub" else []:
+    if reasons := [*_refusals(version)]:
         raise UnsupportedError(version.path.name, reasons)
-    return Export(version, kind, folder, *sources(version))
+    return Export(version, folder, *sources(version))
 
 
 def _refusals(version: VersionHeader) -> Iterator[str]:
     if version.role != "attention":
-        yield f"role {version.role} (--as hub takes attention)"
+        yield f"role {version.role} (export takes attention)"
     if len(version.dtypes) > 1:
-        yield f"{len(version.dtypes)} dtypes (--as hub takes one: a repository has one op)"
+        yield f"{len(version.dtypes)} dtypes (export takes one: a repository has one op)"
     if version.is_host:
-        yield "host code (--as hub takes kernels for a GPU)"
+        yield "host code (export takes kernels for a GPU)"
 
 
 def check_folder(folder: Path) -> None:
@@ -200,7 +161,7 @@ def check_folder(folder: Path) -> None:
         raise RequestError(f"--out: a folder cannot be made in {nearest}: {reason}") from error
     if len(folder.name) < 2 or not NAME.fullmatch(folder.name):
         raise RequestError(
-            f"--out: the folder's name becomes the package's, so it must be lower-case words "
+            f"--out: the folder's name becomes the kernel's, so it must be lower-case words "
             f"joined by - or _, such as fast-rows, not {folder.name!r}"
         )
     module = folder.name.replace("-", "_")

@@ -121,35 +121,6 @@ def test_a_ladder_is_the_files(family, name):
     assert {spec.name for spec in SPECS if spec.family == family} == names
 
 
-THREE = {"float32": "ieee-fp32", "float16": "fp16", "bfloat16": "bf16"}
-
-
-@pytest.mark.parametrize(
-    ("family", "precisions", "head_dims"),
-    [
-        (
-            "fp32",
-            [{"float32": p} for p in ("ieee-fp32", "tf32", "3xtf32", "3xfp16")],
-            [HEAD_DIMS, (64,), (128,)],
-        ),
-        ("wmma_fa2", [{"float16": "fp16"}], [(64,), HEAD_DIMS]),
-        ("hopper", [{"float16": "fp16", "bfloat16": "bf16"}], [HEAD_DIMS[1:]]),
-        ("ablation", [{"float32": "ieee-fp32"}], [HEAD_DIMS[:2]]),
-        ("triton", [THREE], [HEAD_DIMS]),
-        ("decode", [THREE], [HEAD_DIMS]),
-        ("numpy", [{"float32": "ieee-fp32", "float64": "fp64"}], [()]),
-    ],
-)
-def test_what_a_family_takes(family, precisions, head_dims):
-    for spec in (spec for spec in SPECS if spec.family == family):
-        assert dict(spec.precisions) in precisions
-        assert spec.head_dims in head_dims
-        assert spec.device_types == (("cpu",) if family == "numpy" else ("cuda", "cpu"))
-        assert spec.emulated_on == spec.device_types[1:]
-        assert spec.has_attention() == (family != "decode")
-        assert spec.has_decode("cpu") == (family == "decode")
-
-
 # Right results
 
 

@@ -205,23 +205,6 @@ def test_llama_with_grouped_queries_matches_eager(name, kv_heads, device):
     assert_same_text(eager, name, ids, got, expected)
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"input_ids": prompt(), "is_causal": False},
-        {"input_ids": prompt(), "output_hidden_states": True, "use_cache": False},
-        {"input_ids": prompt(seqlen=1)},
-        {"input_ids": prompt(), "attention_mask": torch.ones(2, 7)},
-    ],
-)
-def test_other_calls_match_eager(inputs):
-    error, budget = errors(gpt2(), LADDER, **inputs)
-    assert error <= budget
-    if "is_causal" in inputs:
-        model = gpt2(LADDER)
-        assert (model(**inputs).logits - model(inputs["input_ids"]).logits).abs().max() > budget
-
-
 def test_cross_attention_of_the_same_length_matches_eager():
     encoded = torch.randn(2, 7, 64)
     eager = gpt2(add_cross_attention=True)
@@ -309,16 +292,6 @@ def calls(monkeypatch):
     return seen
 
 
-def test_the_backend_gets_views_of_the_fused_projection(calls):
-    gpt2(LADDER)(prompt(), use_cache=False)
-    assert [call[:2] for call in calls] == [(LADDER, "attention")] * 2
-    for *_, q, k, v in calls:
-        storage = q.untyped_storage().data_ptr()
-        assert storage == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-        assert q.shape == (2, 7, 2, 32)
-        assert q.stride() == (7 * 192, 192, 32, 1)
-
-
 def decoders(calls):
     return {name for name, method, *_ in calls if method == "decode"}
 
@@ -346,13 +319,6 @@ def test_the_number_of_heads_in_the_batch_decides_what_decodes(calls, monkeypatc
         calls.clear()
         greedy(model, prompt(batch), 3)
         assert decoders(calls) == {expected}
-
-
-@pytest.mark.parametrize("name", ["NAIVE_PYTORCH", "PYTORCH_SDPA_MATH"])
-def test_a_backend_decodes_itself_where_it_can(name, calls, caplog):
-    greedy(gpt2(name), prompt(), 3)
-    assert decoders(calls) == {name}
-    assert not caplog.records
 
 
 def test_a_named_decode_backend_decodes_for_all(calls, caplog):

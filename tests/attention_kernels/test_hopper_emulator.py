@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import itertools
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import BUILDS, faulty_op
 from tests.conftest import on_every_device
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
@@ -276,103 +274,3 @@ def test_the_hardware_stores_the_same_tiles(dtype, swizzle, box, at, hopper):
         copy(2, dtype, swizzle, box, at, device, tile)[1] for device in ("cpu", hopper)
     )
     assert torch.equal(twin.view(torch.int16), hardware.view(torch.int16))
-
-
-# Faults
-
-FAULTY = Path(__file__).parent / "negative" / "v08_hopper.cu"
-WRONG = {5, 14, 18, 36, 39}  # the output shows these faults
-ONLY_RACES = {33, 38, 41}  # only the build that checks for races reports these
-EARLY = (  # a slot that is written too early
-    r"the destination is still read by multiply\(\) at v08_hopper|"
-    r"an operand is still written by load_tile\(\) at v08_hopper|race: lane 0 of warp 0 writes"
-)
-MESSAGES = {
-    1: "never passes: its phase of parity 0 has 0 of 1 arrivals",
-    2: "has 1 of 1 arrivals and copies brought 4096 bytes more than it expects",
-    3: "has 1 of 1 arrivals and waits for 16 bytes that no copy brings",
-    4: EARLY,
-    6: "threads have written .*, without a proxy_fence",
-    7: "128 of 256 threads have arrived in named_barrier_sync",
-    8: EARLY,
-    9: EARLY,
-    10: EARLY,
-    11: "the tile does not start at a multiple of 1024 bytes",
-    12: "the descriptor does not say that the tile has the 128-byte swizzle",
-    13: "the sums have been accessed, and no multiply_fence",
-    15: "are not complete: a product of them is in a later group, or in none",
-    16: EARLY,
-    17: "the registers of A have been accessed, and no multiply_fence",
-    19: "were written before they were complete",
-    20: EARLY,
-    21: EARLY,
-    22: "are not complete: a product of them is in a later group, or in none",
-    23: "are not complete: a product of them is in a later group, or in none",
-    24: "are complete, and it does not take them",
-    25: r"the thread ends before multiply\(\) at v08_hopper.cu:\d+ is complete",
-    26: r"store_tile\(\) .* threads have written .*, without a proxy_fence",
-    27: r"the thread ends while store_tile\(\) at v08_hopper.cu:\d+ is not in a group",
-    28: "the tile was changed before it had been read",
-    29: r"the thread ends while store_tile\(\) at v08_hopper.cu:\d+ reads its tile",
-    30: "never passes: its phase of parity 1",
-    31: EARLY,
-    32: "was initialized without a barrier_init_fence",
-    33: "was initialized by another thread, and nothing orders that before",
-    34: "never ends: no warp gives up registers",
-    35: "the warp has 168 registers per thread",
-    37: "has 1 of 1 arrivals and waits for 4096 bytes that no copy brings",
-    38: "threads have written .*, without a proxy_fence",
-    40: "the warps of the warpgroup multiply different operands",
-    41: r"race: lane 0 of warp 0 writes .* has read, .*, without a proxy_fence",
-}
-
-
-class FaultParams(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_void_p) for name in "qkvo"), ("fault", ctypes.c_int))
-
-
-@pytest.fixture(scope="module", params=BUILDS)
-def faulty(request):
-    """Run the kernel with a fault; return its message, its largest error and the build."""
-    op = faulty_op(FAULTY, request.param)
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(128, 64, generator=g).half() / 8
-    k, v = (torch.randn(320, 64, generator=g).half() for _ in range(2))
-    expected = (q.float() @ k.float().T).half().float() @ v.float()
-
-    def launch(fault):
-        o = torch.zeros(128, 64)
-        params = FaultParams(*(x.data_ptr() for x in (q, k, v, o)), fault)
-        message = ""
-        try:
-            op(o, torch.frombuffer(bytearray(params), dtype=torch.uint8))
-        except RuntimeError as error:
-            message = str(error)
-        return message, float((o - expected).abs().max()), request.param
-
-    return launch
-
-
-@pytest.mark.parametrize("order", ["", "reverse", "shuffle:1", "shuffle:2"])
-def test_a_kernel_without_a_fault_is_right(faulty, order, monkeypatch):
-    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
-    message, error, _ = faulty(0)
-    assert message == ""
-    assert error < 0.01
-
-
-@pytest.mark.parametrize("order", ["", "reverse"])
-@pytest.mark.parametrize("fault", sorted({*MESSAGES, *WRONG}))
-def test_a_fault_is_reported_or_changes_the_output(faulty, fault, order, monkeypatch):
-    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
-    message, error, build = faulty(fault)
-    if fault in WRONG:
-        assert not error < 1
-    elif build or fault not in ONLY_RACES:
-        assert re.search(MESSAGES[fault], message), message
-        assert re.search(r"; block \(0, 0, 0\), thread \(\d+, 0, 0\)", message)
-
-
-def test_every_fault_is_tried():
-    marked = re.findall(r"// (\d+)(?=[:,]|$)", FAULTY.read_text("utf-8"), re.M)
-    assert {*map(int, marked), 38} == {*MESSAGES, *WRONG}

@@ -71,21 +71,6 @@ def test_a_batch_equals_its_members_alone(sampling, mode, device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_token_has_a_random_number_of_its_own(mode, demo, monkeypatch):
-    sampling, seen = Sampling(1.0, seed=5), []
-    original = Sampling.choose
-
-    def spy(self, logits, uniform):
-        seen.append(uniform.clone())
-        return original(self, logits, uniform)
-
-    monkeypatch.setattr(Sampling, "choose", spy)
-    generate(demo, PROMPTS, max_new_tokens=4, mode=mode, sampling=sampling, ignore_eos=True)
-    expected = sampling.uniforms(len(PROMPTS), 4, torch.device("cpu"))
-    assert torch.equal(torch.stack(seen, 1), expected)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_warm_up_prefill_and_generation_are_timed_separately(mode, demo, monkeypatch):
     """The fake clock advances by one at each reading."""
     moments = itertools.count()
@@ -120,11 +105,6 @@ def test_each_token_takes_one_forward_pass(run, new_tokens, demo, monkeypatch):
         done = generate(demo, "Once", max_new_tokens=new_tokens, **options)
         assert done.new_tokens == new_tokens
     assert passes == new_tokens
-
-
-def test_both_modes_agree(demo):
-    first, second = (generate(demo, PROMPTS, max_new_tokens=24, mode=mode) for mode in MODES)
-    assert first.tokens == second.tokens
 
 
 @pytest.mark.gpu
@@ -203,27 +183,6 @@ def test_a_stop_string_ends_the_text_before_it(length, demo):
     assert "".join(pieces) == cut.texts[0]
     assert cut.new_tokens < 24
     assert generate(demo, PROMPTS[0], max_new_tokens=24, stop=stop).texts == cut.texts
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16]
-)
-def test_half_precision_generates_text_of_the_same_kind(dtype, mode, demo):
-    model = GPT2.from_pretrained("demo", device="cpu", dtype=dtype)
-    result, reference = (generate(m, PROMPTS, max_new_tokens=1, mode=mode) for m in (model, demo))
-    assert result.tokens == reference.tokens
-
-
-def test_streamed_text_is_the_text(demo):
-    streamed = ["", "", ""]
-
-    def add(row: int, piece: str) -> None:
-        streamed[row] += piece
-
-    result = generate(demo, PROMPTS, max_new_tokens=16, on_text=add)
-    assert streamed == result.texts
-    assert result.texts == generate(demo, PROMPTS, max_new_tokens=16, ignore_eos=True).texts
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import get_args
 
 import pytest
 import torch
 
 from attention_kernels import get_backend, ladder, list_backends
 from gpt2_infer import GPT2, generate
-from gpt2_infer.cli import DTYPES
+from gpt2_infer.cli.options import Dtype
 from gpt2_infer.diverge import diverge
 from tests.conftest import usable
 
+DTYPES = get_args(Dtype)
 HEAD_DIM = 64  # head_dim of the models in these tests
 SPECS = [
     spec

@@ -42,6 +42,7 @@ def test_three_products_follow_the_weights():
     for _ in range(2):
         for parameter in layer.parameters():
             parameter.normal_()
+        layer.release()
         expected = x.double() @ layer.weight.double() + layer.bias.double()
         wanted = residual.double() + expected
         torch.testing.assert_close(layer(x).double(), expected, rtol=0, atol=2e-5)

@@ -139,25 +139,6 @@ def test_a_model_that_upcasts_asks_its_backends_for_float32(
         check(config=GPT2Config(), dtype=torch.bfloat16)
 
 
-def test_q_k_v_are_views_of_the_fused_projection(save_checkpoint, monkeypatch):
-    folder, _ = save_checkpoint(vocab_size=50)
-    model = GPT2.from_pretrained(str(folder), device="cpu")
-    seen = []
-    original = BackendSpec.attention
-
-    def spy(self, q, k, v, **options):
-        seen.append((q, k, v))
-        return original(self, q, k, v, **options)
-
-    monkeypatch.setattr(BackendSpec, "attention", spy)
-    model(torch.zeros(2, 5, dtype=torch.long))
-    assert len(seen) == 2
-    for q, k, v in seen:
-        storage = q.untyped_storage().data_ptr()
-        assert storage == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-        assert q.stride() == (5 * 96, 96, 16, 1)
-
-
 def test_an_unknown_activation_is_refused_by_name(save_checkpoint):
     with pytest.raises(ConfigError, match="activation_function 'wavelet' is not known"):
         GPT2(GPT2Config(activation_function="wavelet", n_layer=1, n_embd=4, n_head=1))

@@ -6,8 +6,7 @@
 // Prints a line per launch: head_dim, threads per block, dynamic shared memory in bytes, the
 // kernel's mangled and demangled names, grid and block by axis, and the bytes of its parameters as
 // nvcc lays them out. An argument --case=batch,seqlen,heads,causal sets the shape for the arguments
-// that follow. For a version whose Role is struct, an argument is the bytes of its StructParams in
-// hexadecimal.
+// that follow.
 
 #define launch_kernel emulated_launch_kernel
 #define launch_early emulated_launch_early
@@ -65,15 +64,6 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int, dim3 blo
 #include ATTENTION_SOURCE
 
 int main(int count, char** arguments) {
-#ifdef ATTENTION_STRUCT
-  for (int i = 1; i < count; ++i) {
-    attention::StructParams params{};
-    auto* const bytes = reinterpret_cast<unsigned char*>(&params);
-    for (size_t at = 0; at < sizeof(params); ++at)
-      if (std::sscanf(arguments[i] + 2 * at, "%2hhx", bytes + at) != 1) return 2;
-    if (attention::ATTENTION_VERSION::launch(params, nullptr) != cudaSuccess) return 1;
-  }
-#else
   int batch = 1, seqlen = 1024, num_heads = 1, is_causal = 1;
   for (int i = 1; i < count; ++i) {
     if (std::sscanf(arguments[i], "--case=%d,%d,%d,%d", &batch, &seqlen, &num_heads, &is_causal) >
@@ -106,5 +96,4 @@ int main(int count, char** arguments) {
 #endif
     attention::ATTENTION_VERSION::launch(params, nullptr);
   }
-#endif
 }

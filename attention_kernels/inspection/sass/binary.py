@@ -15,7 +15,7 @@ from pathlib import Path
 
 from attention_kernels.errors import AttentionError
 from attention_kernels.inspection.launches import Launch, Triple
-from attention_kernels.inspection.resources import LIMITS, Compiled
+from attention_kernels.inspection.resources import Compiled, reserved_first
 from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.gpus import GpuModel
 from attention_kernels.inspection.sass.program import CUBIN, Program, find_disassembler
@@ -96,18 +96,10 @@ def _load(cubin: Path, symbol: str, gpu: GpuModel, path: Path) -> tuple[Program,
     found = re.search(rf"Function {re.escape(symbol)}:\s+REG:(\d+).*?SHARED:(\d+)", usage)
     assert found is not None
     registers, shared = map(int, found.groups())
-    static = max(0, shared - reserved_first(gpu))
+    static = max(0, shared - reserved_first(gpu.arch))
     compiled = {symbol: Compiled(registers, 0, 0, static)}
     elf = compilers.output_of([cuobjdump, "-elf", "-fun", symbol, str(cubin)])
     return Program(path, path.stem, gpu, code, compiled), _parameters(elf, symbol)
-
-
-def reserved_first(gpu: GpuModel) -> int:
-    """Return the bytes of shared memory that are reserved before a block's own.
-
-    From sm_90 on, they are part of its addresses and of the size that cuobjdump lists.
-    """
-    return LIMITS[gpu.arch].reserved_bytes if int(gpu.arch) >= 90 else 0
 
 
 def _parameters(elf: str, symbol: str) -> list[Parameter]:

@@ -2,7 +2,7 @@
 
 All threads of the blocks run in parallel, those at the lowest address first, so lanes that have
 left a loop wait behind it for the others. Loaded values and floating-point results are zero, so
-control flow that depends on data is not followed. test_sass.py shows that the instructions are
+control flow that depends on data is not followed. test_execute.py shows that instructions are
 understood correctly, and the counts equal the profiler's.
 """
 

@@ -13,16 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
+from attention_kernels.inspection.sass import stalls
 from attention_kernels.inspection.sass.program import Program, find_disassembler
-from attention_kernels.inspection.sass.stalls import (
-    BARRIER,
-    EXITED,
-    SELECTED,
-    Stall,
-    StalledInstruction,
-    StalledLine,
-    Stalls,
-)
+from attention_kernels.inspection.sass.stalls import Stall, StalledInstruction, StalledLine, Stalls
 from attention_kernels.inspection.sass.timing import LaunchModel
 from attention_kernels.ladder import compilers
 
@@ -65,7 +58,7 @@ def explain(
     places: list[_Place] = []
     text: list[str] = []
     for model, weight, cycles in launches:
-        frames = table[model.launch.symbol]
+        frames = table.get(model.launch.symbol, [])
         if len(frames) != len(model.code):
             differ = f"nvdisasm and cuobjdump differ in the code of {model.launch.symbol}"
             raise compilers.BuildError(differ)
@@ -73,9 +66,9 @@ def explain(
         path = next((Path(lines[0][0]) for lines in frames if lines), Path())
         path = program.path if path.name == program.path.name else path
         text = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
-        waits = (x for x in sorted(cycles, key=cycles.__getitem__) if x.reason != BARRIER)
+        waits = (x for x in sorted(cycles, key=cycles.__getitem__) if x.reason != stalls.BARRIER)
         chains = mended(own_lines(frames, path.name), waits, text)
-        counted = {stall: n for stall, n in cycles.items() if stall.reason != EXITED}
+        counted = {stall: n for stall, n in cycles.items() if stall.reason != stalls.EXITED}
         scale = weight / (sum(counted.values()) or 1.0)
         for (at, reason, cause), n in counted.items():
             one = model.code[at]
@@ -85,7 +78,7 @@ def explain(
             place = kernel, 16 * at, words.strip(), own, reason, awaited, n * scale
             places.append(_Place(*place))
     whole = sum(place.share for place in places) or 1.0
-    stalled = [place for place in places if place.reason != SELECTED]
+    stalled = [place for place in places if place.reason != stalls.SELECTED]
     total = sum(place.share for place in stalled) or 1.0
     stalled = [place._replace(share=place.share / total) for place in stalled]
     by_line: defaultdict[int, list[_Place]] = defaultdict(list)
@@ -110,14 +103,11 @@ def _line(line: int, places: Sequence[_Place], text: Sequence[str]) -> StalledLi
     by_instruction: defaultdict[tuple[int, int, str], list[_Place]] = defaultdict(list)
     for place in places:
         by_instruction[place[:3]].append(place)
-    instructions = [
-        StalledInstruction(*one, round(total, 5), next(iter(reasons)))
-        for one, mine in sorted(by_instruction.items())
-        for total, reasons in [
-            (sum(x.share for x in mine), _shares((x.reason, x.share) for x in mine))
-        ]
-        if total >= _LEAST
-    ]
+    instructions = []
+    for one, mine in sorted(by_instruction.items()):
+        reasons = _shares((place.reason, place.share) for place in mine)
+        if (total := sum(place.share for place in mine)) >= _LEAST:
+            instructions.append(StalledInstruction(*one, round(total, 5), next(iter(reasons))))
     return StalledLine(
         line,
         round(share, 5),

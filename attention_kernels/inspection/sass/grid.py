@@ -106,7 +106,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
         else:
             # The last is the shortest or the longest; from there, work changes linearly.
             is_shortest = far > near
-            ends = _ends(length, program.uses_warpgroups(launch))
+            ends = _ends(length, any(one.base == "HGMMA" for one in program.code[launch.symbol]))
             blocks, ran = run(length - 1 - at if is_shortest else at for at in ends)
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
             samples = ran
@@ -135,17 +135,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     fetched = blocks.fetched.total()
     inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
     executed = frozenset(issue.index for issue in blocks.issued)
-    return Line(
-        length,
-        samples,
-        works,
-        inputs,
-        alike,
-        repeats,
-        first,
-        executed,
-        blocks.shared_end,
-    )
+    return Line(length, samples, works, inputs, alike, repeats, first, executed, blocks.shared_end)
 
 
 def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:

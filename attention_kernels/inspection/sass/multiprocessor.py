@@ -1,7 +1,7 @@
 """A model of one multiprocessor: the cycles in which it executes the warps of some blocks.
 
-It issues the instructions that sass.py returns cycle by cycle, with the stalls and scoreboards that
-nvcc encoded in them. docs/prediction.md says what is left out.
+It issues the instructions that execute.py records, cycle by cycle, with the stalls and scoreboards
+that nvcc encoded in them. docs/prediction.md says what is left out.
 """
 
 from __future__ import annotations
@@ -107,11 +107,6 @@ def _pipe(one: Instruction) -> str:
     return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
 
 
-def wavefront_kind(one: Instruction) -> str:
-    """Return what an instruction's wavefronts count as: "loads", "stores", "copies" or "tiles"."""
-    return _WAVEFRONTS.get(one.base, "loads")
-
-
 def product_of(one: Instruction) -> tuple[int, int]:
     """Return the FLOP of a product of a warpgroup (HGMMA), and the wavefronts of its operands.
 
@@ -126,26 +121,17 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
     """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
     code = blocks.code
     shape = len(code), len(blocks.indices), blocks.warps
-    executed, wavefronts, lines, misses = np.zeros((4, *shape), np.int32)
+    executed, *requests = arrays = np.zeros((4, *shape), np.int32)
     for issue in blocks.issued:
-        for total, by_warp in (
-            (executed, issue.warps),
-            (wavefronts, issue.wavefronts),
-            (lines, issue.lines),
-            (misses, issue.misses),
-        ):
+        counted = issue.warps, issue.wavefronts, issue.lines, issue.misses
+        for total, by_warp in zip(arrays, counted, strict=True):
             if by_warp is not None:
                 total[issue.index] += by_warp.reshape(shape[1:])
     found: list[Counter[str]] = [Counter() for _ in blocks.indices]
     for index in np.flatnonzero(executed.any((1, 2))).tolist():
         one = code[index]
-        for name, array in (
-            ("issue", executed),
-            (_pipe(one), executed),
-            (wavefront_kind(one), wavefronts),
-            ("lines", lines),
-            ("misses", misses),
-        ):
+        names = "issue", _pipe(one), _WAVEFRONTS.get(one.base, "loads"), "lines", "misses"
+        for name, array in zip(names, (executed, executed, *requests), strict=True):
             for counts, count in zip(found, array[index].sum(1).tolist(), strict=True):
                 counts[name] += count
         if one.base == "HGMMA":

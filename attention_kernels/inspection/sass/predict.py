@@ -9,7 +9,7 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from tqdm import tqdm
 
@@ -18,15 +18,13 @@ from attention_kernels.inspection import launches
 from attention_kernels.inspection.sass import binary, timing
 from attention_kernels.inspection.sass.explain import explain
 from attention_kernels.inspection.sass.gpus import GpuModel
-from attention_kernels.inspection.sass.program import (
-    CUBIN,
-    Program,
-    VersionProgram,
-    compile_program,
-)
+from attention_kernels.inspection.sass.program import CUBIN, Program, compile_program, launches_of
 from attention_kernels.inspection.sass.stalls import Watch
 from attention_kernels.inspection.sass.timing import LaunchModel, Prediction
 from attention_kernels.ladder.header import VersionHeader
+
+_Models: TypeAlias = list[tuple[int, LaunchModel]]
+"""The launches of a call, each with how often it occurs."""
 
 
 class Case(NamedTuple):
@@ -55,7 +53,7 @@ def predict(
         program = compile_program(version, gpu, Path(folder), *["-lineinfo"] * lines)
         shown = tqdm(cases, "explaining", unit="", disable=None if lines else True, leave=False)
         return [
-            _time(program, _models(program, case), case.seqlen, Path(folder), lines=lines)
+            _time(program, _models(version, program, case), case.seqlen, Path(folder), lines)
             for case in shown
         ]
 
@@ -67,54 +65,36 @@ def predict_kernel(request: binary.Request, gpu: GpuModel, *, lines: bool = Fals
     """
     with tempfile.TemporaryDirectory() as folder:
         program, launch, size = binary.read(request, gpu, Path(folder))
-        model = timing.model_of(program, launch, size)
+        model = timing.model_of(program, launch, size, as_accessed=request.dynamic_smem is None)
         assumed = [] if size else ["memory is fast enough: no argument has a buffer's size"]
-        dynamic = model.line.shared_end - binary.reserved_first(gpu) - model.shared
-        if request.dynamic_smem is None and dynamic > 0:
-            model = model.with_shared(dynamic)
+        if request.dynamic_smem is None and (dynamic := model.launch.dynamic_smem):
             accessed = f"{dynamic} bytes of dynamic shared memory: the kernel accesses no more"
             assumed.append(accessed)
-        found = _time(program, [(1, model)], 0, Path(folder), lines=lines)
+        found = _time(program, [(1, model)], 0, Path(folder), lines)
     return dataclasses.replace(found, assumed=(*found.assumed, *assumed))
 
 
-def _time(
-    program: Program,
-    models: Sequence[tuple[int, LaunchModel]],
-    seqlen: int,
-    folder: Path,
-    *,
-    lines: bool,
-) -> Prediction:
-    """Time the launches of a call, given how often each occurs."""
-    watches = [Watch() if lines else None for _ in models]
-    each = [
-        (count, timing.time_of(model, watch))
-        for (count, model), watch in zip(models, watches, strict=True)
-    ]
+def _time(program: Program, models: _Models, seqlen: int, folder: Path, lines: bool) -> Prediction:
+    """Time the launches of a call."""
+    each, explained = [], []
+    for count, model in models:
+        watch = Watch()
+        one = timing.time_of(model, watch if lines else None)
+        each.append((count, one))
+        explained.append((model, count * (one.time_us - one.launch_us), watch.cycles))
     found = timing.sum_of(each, seqlen)
-    if not lines:
-        return found
-    launched = [
-        (model, count * (one.time_us - one.launch_us), watch.cycles)
-        for (_, model), (count, one), watch in zip(models, each, watches, strict=True)
-        if watch
-    ]
-    stalls = explain(program, folder / CUBIN, launched, found.time_us)
-    return dataclasses.replace(found, stalls=stalls)
+    if lines:
+        stalls = explain(program, folder / CUBIN, explained, found.time_us)
+        found = dataclasses.replace(found, stalls=stalls)
+    return found
 
 
 def _checked(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> VersionHeader:
     """Return a version in its first dtype; raise UnsupportedError with every reason against it."""
     batch, _, num_heads, head_dim, _ = cases[0]
-    reasons = launches.case_faults(
-        version,
-        seqlens=[case.seqlen for case in cases],
-        head_dim=head_dim,
-        batch=batch,
-        num_heads=num_heads,
-        may_decode=True,
-    )
+    shape = {"head_dim": head_dim, "batch": batch, "num_heads": num_heads}
+    seqlens = [case.seqlen for case in cases]
+    reasons = launches.case_faults(version, seqlens=seqlens, **shape, may_decode=True)
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs)) + "a" * version.needs_exactly
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
@@ -123,12 +103,13 @@ def _checked(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> Ve
     return version.builds()[0]
 
 
-def _models(program: VersionProgram, case: Case) -> list[tuple[int, LaunchModel]]:
-    """Execute some blocks of each launch of a call; return how often each launch occurs, too."""
+def _models(version: VersionHeader, program: Program, case: Case) -> _Models:
+    """Execute some blocks of each launch of a call."""
     batch, seqlen, num_heads, head_dim, is_causal = case
-    counted = program.launches((batch, seqlen, num_heads, int(is_causal)), head_dim)
-    item = {"float32": 4, "float64": 8}.get(program.version.dtype, 2)
-    rows = 2 * seqlen + 2 if program.version.role == "decode" else 4 * seqlen
+    shape = batch, seqlen, num_heads, int(is_causal)
+    counted = launches_of(version, program.gpu, shape, head_dim)
+    item = {"float32": 4, "float64": 8}.get(version.dtype, 2)
+    rows = 2 * seqlen + 2 if version.role == "decode" else 4 * seqlen
     min_bytes = 1.0 * batch * rows * num_heads * head_dim * item
     return [
         (count, timing.model_of(program, launch, min_bytes / counted.total()))

@@ -47,37 +47,6 @@ class Program:
     heads_first: bool = False
     """Whether the first of several axes of the grid counts heads: its blocks are alike."""
 
-    def uses_warpgroups(self, launch: Launch) -> bool:
-        """Return whether a kernel has products of warpgroups (wgmma)."""
-        return any(one.base == "HGMMA" for one in self.code[launch.symbol])
-
-
-@dataclass(kw_only=True)
-class VersionProgram(Program):
-    """A version compiled for a GPU, and the recorder of its launches."""
-
-    version: VersionHeader
-    recorder: Path
-
-    def launches(self, case: Sequence[int], head_dim: int) -> Counter[Launch]:
-        """Count the launches of a call; those that differ only in parameters count as the first."""
-        recorded = launches.record(
-            self.version,
-            self.recorder,
-            [head_dim],
-            case=case,
-            multiprocessors=self.gpu.multiprocessors,
-        )
-        found: Counter[Launch] = Counter()
-        first: dict[Launch, Launch] = {}
-        if self.version.role == "decode":  # all rows are as long as the cache
-            seqlens = ((launches.SEQLENS, case[1]),)
-            recorded = [dataclasses.replace(launch, words=seqlens) for launch in recorded]
-        for launch in recorded:
-            alike = dataclasses.replace(launch, parameters=b"")
-            found[first.setdefault(alike, launch)] += 1
-        return found
-
 
 def find_disassembler(program: str = "cuobjdump") -> str:
     """Find a program next to nvcc, on PATH or in Triton's package, or raise BuildError."""
@@ -92,16 +61,28 @@ def find_disassembler(program: str = "cuobjdump") -> str:
     return found
 
 
-def compile_program(
-    version: VersionHeader, gpu: GpuModel, folder: Path, *flags: str
-) -> VersionProgram:
-    """Compile a version to kernel.cubin in a folder, with additional flags for nvcc."""
+def compile_program(version: VersionHeader, gpu: GpuModel, folder: Path, *flags: str) -> Program:
+    """Compile a version to CUBIN in a folder, with additional flags for nvcc."""
     compiled = compile_version(version, gpu.arch, folder, *flags)
     text = compilers.output_of([find_disassembler(), "-sass", str(folder / CUBIN)])
-    recorder = launches.build_recorder(version)
-    code = decode.parse(text)
-    program = version.path, version.label, gpu, code, compiled, True
-    return VersionProgram(*program, version=version, recorder=recorder)
+    return Program(version.path, version.label, gpu, decode.parse(text), compiled, True)
+
+
+def launches_of(
+    version: VersionHeader, gpu: GpuModel, case: Sequence[int], head_dim: int
+) -> Counter[Launch]:
+    """Count the launches of a call; those that differ only in parameters count as the first."""
+    recorder, count = launches.build_recorder(version), gpu.multiprocessors
+    recorded = launches.record(version, recorder, [head_dim], case=case, multiprocessors=count)
+    if version.role == "decode":  # all rows are as long as the cache
+        seqlens = ((launches.SEQLENS, case[1]),)
+        recorded = [dataclasses.replace(launch, words=seqlens) for launch in recorded]
+    found: Counter[Launch] = Counter()
+    first: dict[Launch, Launch] = {}
+    for launch in recorded:
+        alike = dataclasses.replace(launch, parameters=b"")
+        found[first.setdefault(alike, launch)] += 1
+    return found
 
 
 def run_blocks(program: Program, launch: Launch, indices: Sequence[Triple]) -> Blocks:

@@ -17,17 +17,12 @@ from typing import Any
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.launches import WARP, Launch
-from attention_kernels.inspection.resources import resident_blocks
+from attention_kernels.inspection.resources import reserved_first, resident_blocks
 from attention_kernels.inspection.sass import execute
 from attention_kernels.inspection.sass.decode import Instruction
 from attention_kernels.inspection.sass.gpus import GpuModel
 from attention_kernels.inspection.sass.grid import Line, line_of
-from attention_kernels.inspection.sass.multiprocessor import (
-    SCHEDULERS,
-    SECTOR,
-    Work,
-    cycles_of,
-)
+from attention_kernels.inspection.sass.multiprocessor import SCHEDULERS, SECTOR, Work, cycles_of
 from attention_kernels.inspection.sass.program import Program
 from attention_kernels.inspection.sass.stalls import Stalls, Watch
 
@@ -128,42 +123,29 @@ def _finish(
     return end, total / sum(1 / pace for pace in paces) / gpu.multiprocessors
 
 
-def _alone(
-    gpu: GpuModel,
-    code: Sequence[Instruction],
-    works: Sequence[Work],
-    miss: float,
-) -> tuple[float, float]:
+def _alone(model: LaunchModel, gpu: GpuModel, miss: float) -> tuple[float, float]:
     """Return the cycles per instruction of a block that runs alone, and its additional cycles.
 
     If the blocks differ in length, two lengths are timed: the difference is the iterations that
     only the longer one executes.
     """
-    short, *longer = _by_length(works)
-    first, few = cycles_of(gpu, code, [short], miss, _MAX_TIMED)
+    short, *longer = _by_length(model.line.works)
+    first, few = cycles_of(gpu, model.code, [short], miss, _MAX_TIMED)
     if not longer:
         return first / sum(few), 0.0
-    longest = _longest(longer, _MAX_TIMED)
-    cycles, issued = cycles_of(gpu, code, [longest], miss)
+    cycles, issued = cycles_of(gpu, model.code, [_longest(longer, _MAX_TIMED)], miss)
     per = (cycles - first) / (sum(issued) - sum(few))
     return per, max(0.0, first - per * sum(few))
 
 
-def _together(
-    gpu: GpuModel,
-    code: Sequence[Instruction],
-    works: Sequence[Work],
-    miss: float,
-    count: int,
-) -> list[float]:
+def _together(model: LaunchModel, gpu: GpuModel, miss: float, count: int) -> list[float]:
     """Return cycles per instruction of `count` blocks on one multiprocessor, the oldest first."""
-    short, *longer = _by_length(works)
+    short, *longer = _by_length(model.line.works)
+    work, most = short, min(_MAX_TIMED, short.instructions * count)
     if longer:  # time half of the blocks' instructions
         work = _longest(longer, 2 * _MAX_TIMED // count)
         most = work.instructions * count // 2
-    else:
-        work, most = short, min(_MAX_TIMED, short.instructions * count)
-    cycles, issued = cycles_of(gpu, code, [work] * count, miss, most)
+    cycles, issued = cycles_of(gpu, model.code, [work] * count, miss, most)
     return [cycles / one for one in issued]
 
 
@@ -206,10 +188,6 @@ class LaunchModel:
     gpu: GpuModel
     launch: Launch
     code: Sequence[Instruction]
-    registers: int
-    """Registers per thread."""
-    shared: int
-    """Bytes of shared memory per block."""
     fits: int
     """Blocks that a multiprocessor has room for."""
     line: Line
@@ -217,13 +195,6 @@ class LaunchModel:
     """Counts of the whole grid."""
     min_bytes: float
     """Bytes that have to pass between the GPU and its memory."""
-
-    def with_shared(self, dynamic: int) -> LaunchModel:
-        """Return the launch with dynamic shared memory in addition; raises UnsupportedError."""
-        shared = self.shared + dynamic
-        launch = dataclasses.replace(self.launch, dynamic_smem=self.launch.dynamic_smem + dynamic)
-        fits = _fits(self.version, self.gpu, launch, self.registers, shared)
-        return dataclasses.replace(self, launch=launch, shared=shared, fits=fits)
 
     @functools.cached_property
     def busy(self) -> int:
@@ -238,26 +209,27 @@ class LaunchModel:
         return -(-self.busy // self.gpu.multiprocessors)
 
 
-def _fits(name: str, gpu: GpuModel, launch: Launch, registers: int, shared: int) -> int:
-    fits, limit = resident_blocks(gpu.arch, launch.threads, registers, shared)
+def model_of(
+    program: Program, launch: Launch, min_bytes: float, *, as_accessed: bool = False
+) -> LaunchModel:
+    """Execute some blocks of a launch; raises UnsupportedError if no block fits on the GPU.
+
+    as_accessed: a block has as much dynamic shared memory as it accesses.
+    """
+    gpu, compiled = program.gpu, program.compiled[launch.symbol]
+    line = line_of(program, launch)
+    if as_accessed:
+        dynamic = max(0, line.shared_end - reserved_first(gpu.arch) - compiled.static_smem)
+        launch = dataclasses.replace(launch, dynamic_smem=dynamic)
+    shared = compiled.static_smem + launch.dynamic_smem
+    fits, limit = resident_blocks(gpu.arch, launch.threads, compiled.registers, shared)
     if fits == 0:
         reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
-        raise UnsupportedError(name, [reason])
-    return fits
-
-
-def model_of(program: Program, launch: Launch, min_bytes: float) -> LaunchModel:
-    """Execute some blocks of a launch; raises UnsupportedError if no block fits on the GPU."""
-    gpu, code = program.gpu, program.code[launch.symbol]
-    compiled = program.compiled[launch.symbol]
-    shared = compiled.static_smem + launch.dynamic_smem
-    fits = _fits(program.path.name, gpu, launch, compiled.registers, shared)
-    line = line_of(program, launch)
+        raise UnsupportedError(program.path.name, [reason])
     names = {*itertools.chain(*line.samples.values())}
     total = defaultdict(float, {name: line.total(name) for name in names})
-    return LaunchModel(
-        program.label, gpu, launch, code, compiled.registers, shared, fits, line, total, min_bytes
-    )
+    code = program.code[launch.symbol]
+    return LaunchModel(program.label, gpu, launch, code, fits, line, total, min_bytes)
 
 
 def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
@@ -273,7 +245,7 @@ def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
 
 def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
     """Simulate a launch. watch: records the stalls on a multiprocessor with all of its blocks."""
-    gpu, code, line, total = model.gpu, model.code, model.line, model.total
+    gpu, line, total = model.gpu, model.line, model.total
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. So does the one block that requests what no other does. The output of an earlier
     # launch is in L2.
@@ -287,8 +259,8 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
     if line.works:
         resident = min(model.busy, fits * gpu.multiprocessors)
         one, full = (_paced(gpu, from_memory, count / resident) for count in (1, fits))
-        alone, extra = _alone(one, code, line.works, miss)
-        paces = _together(full, code, line.works, miss, fits) if fits > 1 else [alone]
+        alone, extra = _alone(model, one, miss)
+        paces = _together(model, full, miss, fits) if fits > 1 else [alone]
         if watch:
             _observe(model, miss, fits, watch)
         end, equal = _finish(line, gpu, alone, paces, extra)
@@ -312,6 +284,7 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
         "L2": l2_bytes / gpu.l2_bytes_per_cycle / hertz,
         "memory": model.min_bytes / gpu.memory_gb_s / 1e3,
     }
+    assumed = execute.assumed([model.code[at] for at in sorted(line.executed)])
     busiest = max(needs.values())
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
@@ -328,10 +301,7 @@ def time_of(model: LaunchModel, watch: Watch | None = None) -> Prediction:
         instructions=round(total["issue"]),
         load_wavefronts=round(total["loads"]),
         store_wavefronts=round(total["stores"]),
-        assumed=tuple(
-            f"{name} is integer arithmetic with the result 0"
-            for name in execute.assumed([code[at] for at in sorted(line.executed)])
-        ),
+        assumed=tuple(f"{name} is integer arithmetic with the result 0" for name in assumed),
     )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Row
 from gpt2_infer.bench.show.drawing import (
@@ -22,7 +20,6 @@ from gpt2_infer.bench.show.drawing import (
     bar_figure,
     draw_bars,
     note,
-    one_axes,
     put_title,
     to_svg,
     two_axes,
@@ -37,9 +34,6 @@ from gpt2_infer.bench.show.figures import (
     new_tokens,
     roofs,
 )
-
-if TYPE_CHECKING:  # this module imports torch
-    from attention_kernels.inspection.accesses import Turn
 
 # Backends outside the ladders have Okabe and Ito's colours, the versions of a ladder shades of
 # viridis: both are safe for the colour-blind.
@@ -127,32 +121,6 @@ def _draw_lines(
     axes.set_xticks(lengths, [*map(str, lengths)])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(PLAIN)
-
-
-def turns(found: Sequence[Turn]) -> bytes:
-    """Draw the turns of a block's warps in order, between its barriers, as SVG."""
-    warps = 1 + max(turn.warp for turn in found)
-    total = sum(turn.accesses for turn in found)
-    with plt.style.context(STYLE):
-        figure, axes = one_axes(1.1 + 0.14 * warps)
-        x, y, start = list[float](), list[float](), 0
-        for barriers, mine in group_by(found, lambda turn: turn.barriers).items():
-            axes.axvline(start, color="#D55E00", linestyle=":", linewidth=1)
-            if sum(turn.accesses for turn in mine) > 0.03 * total:
-                note(axes, f"{barriers}", (start, -0.5), (2, 3), fontsize=7.5, color=QUIET)
-            for turn in mine:
-                # At least wide enough to be seen.
-                x += [start, start + max(turn.accesses, total / 2000), math.nan]
-                y += [turn.warp, turn.warp, math.nan]
-                start += turn.accesses
-        axes.plot(x, y, color="#0072B2", linewidth=7, solid_capstyle="butt")
-        order = f"accesses so far, of {total:,}, in the emulator's order, not in time"
-        axes.set_xlabel(f"{order}; on top: barriers passed")
-        axes.set(ylabel="warp", xlim=(0, total), ylim=(warps - 0.5, -0.5))
-        axes.xaxis.set_major_formatter(PLAIN)
-        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.grid(visible=False)
-        return to_svg(figure)
 
 
 # ---- Horizontal bars -----------------------------------------------------------------------------

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from gpt2_infer.bench.record import File, Row, timings_of
 from gpt2_infer.bench.show import columns
 from gpt2_infer.bench.show.figures import Value, cell_name, length, shape_of, where
-from gpt2_infer.bench.show.pivot import Column, Entry, Getter, Layout
+from gpt2_infer.bench.show.pivot import Column, Entry, Layout
 
 LAYOUTS: dict[str, Layout] = {}
 """Layouts by kind of study."""
@@ -111,45 +110,4 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
     )
 
 
-LAYOUTS["prediction"] = predictions()
-
-
-def _of_stalls(value: Callable[[Mapping[str, Any]], Value]) -> Getter:
-    """Return a value of a prediction's stalls; blank if they were not recorded."""
-    return columns.timed(lambda row: value(row.extra["stalls"]) if "stalls" in row.extra else None)
-
-
-def _reason(number: int) -> Getter:
-    """Return how much of the stalls has the main reason, 0, or the next one."""
-
-    def value(stalls: Mapping[str, Any]) -> Value:
-        reasons = [*stalls["reasons"].items()]
-        return "{}, {:.0%}".format(*reasons[number]) if number < len(reasons) else None
-
-    return _of_stalls(value)
-
-
-def _worst_line(stalls: Mapping[str, Any]) -> Value:
-    line = max(stalls["lines"], key=lambda one: one["share"])
-    return f"line {line['line']}, {next(iter(line['reasons']))}, {line['share']:.0%}"
-
-
-LAYOUTS["stalls"] = Layout(
-    title=lambda name, file, block: (
-        f"{block[0].kernel}, {file.study['gpu']}: why warps are predicted to stall ({name})"
-    ),
-    rows=all_rows,
-    block=lambda row: str(row.kernel),
-    columns=[
-        columns.BACKEND,
-        Column("predicted, us", columns.metric("predicted time"), "{:.4g}"),
-        Column(
-            "stalls, % of warp-cycles",
-            _of_stalls(lambda stalls: 100 * (1 - stalls["issuing"])),
-            "{:.0f}",
-        ),
-        Column("main reason", _reason(0)),
-        Column("second reason", _reason(1)),
-        Column("worst line", _of_stalls(_worst_line)),
-    ],
-)
+LAYOUTS["prediction"] = LAYOUTS["stalls"] = predictions()

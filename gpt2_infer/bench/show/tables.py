@@ -310,15 +310,6 @@ LAYOUTS["batch"] = Layout(
     ],
 )
 
-LAYOUTS["probe"] = Layout(
-    title=lambda name, file, block: f"{file.machine} ({name})",
-    columns=[
-        Column("figure", columns.first(lambda row: row.contender)),
-        Column("median", columns.timed(lambda row: row.median), "{:.4g}"),
-        Column("unit", columns.first(lambda row: row.unit)),
-    ],
-)
-
 
 def _mib(name: str) -> Getter:
     return columns.first(lambda row: row.extra[name] / 2**20)

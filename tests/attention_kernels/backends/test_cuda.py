@@ -21,7 +21,7 @@ from attention_kernels import (
 from attention_kernels.backends import cuda
 from attention_kernels.inspection import launches
 from attention_kernels.judge.conformance import Case, future_leaks, run_case
-from attention_kernels.ladder import build, compilers, header
+from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.backends.common import (
     FP32,
     STRIDED_HALF,
@@ -256,27 +256,6 @@ def test_without_compilers_the_reason_is_given_and_nothing_is_compiled(no_compil
     for name in ladder.versions():
         assert "needs a C++ compiler" in get_backend(name).unavailable_reason("cpu")
         assert get_backend(name).unavailable_reason("cuda") is not None
-
-
-def test_an_architecture_unknown_to_nvcc_is_left_out(monkeypatch):
-    capabilities = [(9, 0), (6, 1), (9, 0)]
-    monkeypatch.setattr(compilers, "capabilities", lambda: capabilities)
-    for known, expected in (({"75", "90"}, "90"), ({"61", "90"}, "61,90"), (set(), "61,90")):
-        monkeypatch.setattr(compilers, "nvcc_architectures", lambda known=known: known)
-        assert compilers.architectures() == expected
-
-
-def test_the_named_versions_that_run_on_a_device_are_built(monkeypatch):
-    monkeypatch.setattr(compilers, "architectures", lambda: "90")
-    built = []
-    monkeypatch.setattr(
-        build, "build_many", lambda *a: built.append(([v.op for v in a[0]], *a[1:]))
-    )
-    named = [get_backend(name) for name in (FP32[1], "FLASH_ATTENTION_1_CPU", "NAIVE_PYTORCH")]
-    for device in ("cuda", "cpu"):
-        ladder.build_all(device, named)
-    on_cpu = ["v02", ladder.versions()["FLASH_ATTENTION_1_CPU"].op]
-    assert built == [(["v02"], "cuda", "90"), (on_cpu, "emulator", "")]
 
 
 # CUSTOM_CUDA and CUSTOM_CUDA_IEEE

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attention_kernels import get_backend
-from attention_kernels.judge.cases import EXTREMES
 from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.reference import (
     Verdict,
@@ -199,14 +198,6 @@ def test_an_error_that_grows_with_the_length_fails(mean):
     assert right.judge(in_tiles(q, k, v, 64**-0.5, False, divide=True), "ieee-fp32").passed
 
 
-def test_slack_multiplies_the_budgets():
-    right = truth(*Case(200, 32).inputs("cpu"))
-    one, two = (right.judge(right.reference.float(), "ieee-fp32", slack) for slack in (1.0, 2.0))
-    assert two.budget == pytest.approx(2 * one.budget)
-    assert two.row_budget == pytest.approx(2 * one.row_budget)
-    assert two.column_budget == pytest.approx(2 * one.column_budget)
-
-
 def test_weights_that_are_rounded_to_16_bits_pass():
     """As on tensor cores: P is rounded before it multiplies V, but not in the row's sum.
 
@@ -248,17 +239,6 @@ def test_a_large_column_hides_no_error_of_the_others():
     assert verdict.where.endswith("in head 1, column 7")
 
 
-@pytest.mark.parametrize("kind", EXTREMES)
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_a_right_kernel_passes_values_of_any_size(kind, is_causal):
-    case = Case(100, 32, is_causal=is_causal, kind=kind)
-    q, k, v = case.inputs("cpu")
-    right = luckless(truth(q, k, v, is_causal=is_causal))
-    for name, kernel in RIGHT.items():
-        verdict = right.judge(kernel(q, k, v, 32**-0.5, is_causal), "ieee-fp32")
-        assert verdict.status == "passed", (name, verdict)
-
-
 def test_a_row_or_a_column_of_a_few_numbers_is_not_judged():
     """One number that cancels to nothing has an error of any relative size."""
     for seqlen, head_dim, relative in ((40, 1, "rows"), (4, 32, "columns")):
@@ -283,12 +263,6 @@ def test_double_precision_is_not_held_to_the_error_of_float32():
     assert not judge(good + 1e-12, q, k, v, precision="fp64").passed
     in_float32 = naive_attention(q.float(), k.float(), v.float()).double()
     assert not judge(in_float32, q, k, v, precision="fp64").passed
-
-
-def test_an_off_by_one_mask_is_caught():
-    q, k, v = Case(33, 32).inputs("cpu")
-    shifted = torch.cat([v[:, :1], naive_attention(q, k, v)[:, :-1]], 1)
-    assert not judge(shifted, q, k, v).passed
 
 
 def test_a_failure_says_where_it_is():
@@ -363,12 +337,6 @@ def test_zeros_are_no_evidence():
     q, k, v = Case(9, 32).inputs("cpu")
     verdict = judge(torch.zeros_like(v), q, k, torch.zeros_like(v))
     assert (verdict.error, verdict.budget, verdict.passed) == (0.0, 0.0, False)
-
-
-def test_nan_never_passes():
-    assert not Verdict(math.nan, math.inf, 0.0).passed
-    assert not Verdict(0.0, 1.0, 0.0, row_error=math.nan, row_budget=1.0).passed
-    assert not Verdict(0.0, 1.0, 0.0, fault="it changed its input v").passed
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main([*command, "--help"])
-    assert caught.value.code == 0
-    return capsys.readouterr().out
+    status, out, _ = run(capsys, *command, "--help")
+    assert status == 0
+    return out

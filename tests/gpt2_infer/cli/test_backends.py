@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from gpt2_infer.cli.backends import find
+from gpt2_infer.cli.backends import backends
 from tests.gpt2_infer.cli.program import run
 
 
@@ -30,7 +30,7 @@ def test_the_list_fits_a_screen_and_json_has_everything(capsys):
 
 
 def test_a_family_or_a_backend_is_shown_in_detail(capsys):
-    assert [row.family for row in find(["hopper", "HOPPER_VERSION_1"])] == ["hopper"] * 9
+    assert [row.family for row in backends(("hopper", "HOPPER_VERSION_1"))] == ["hopper"] * 9
     _, out, _ = run(capsys, "backends", "CUSTOM_CUDA_VERSION_18", "CUSTOM_CUDA", "pytorch")
     assert "takes float32 (tf32); head_dim 32, 64, 128; changes CUSTOM_CUDA_VERSION_12\n" in out
     assert "\n  float16: on compute capability 9.0, HOPPER_VERSION_" in out

@@ -15,6 +15,24 @@ from tests.gpt2_infer.cli.program import DEMO, run
 
 KERNEL = "compare --out TMP/r.json --task kernel --device cpu --seqlens 8"
 REFUSED = [  # without a command, options of generate
+    ("nonsense", "Unused Tokens: ['nonsense']"),
+    ("--json verify X", "Unused Tokens: ['verify', 'X']"),
+    ("--no-such-option", "Unknown option: --no-such-option"),
+    ("--model", "--model requires an argument"),
+    ("--dtype float8", '"float8" for --dtype. Choose from: "float32", "float16", "bfloat16"'),
+    ("--device gpu", "--device: must be a device, cuda, cuda:1 or the like, or cpu, not 'gpu'"),
+    ("cache x", "Unused Tokens: ['x']"),
+    ("accesses", "BACKEND requires an argument"),
+    ("predict x.so --kernel k --grid 0 --block 1", "--grid: must be a size X, or X,Y or X,Y,Z"),
+    ("batch x --out TMP/out --shard 1", "--shard: must be a shard such as 0/4, not '1'"),
+    ("batch x --out TMP/out --shard 0/2 --ray", "--shard and --ray exclude each other"),
+    ("batch x --out TMP/out --workers 2", "--workers needs --ray"),
+    ("compare --out TMP/r.json --rounds 1", "--rounds: must be an integer from 2 to 2147483647"),
+    ("kernels --arch", "--arch requires at least 1 element"),
+    *(
+        (f"kernels --arch 90 {word}", f"such as 90 or sm_90, not '{word}'")
+        for word in ("v01_mine.cu", "hopper", "sm_", "9")
+    ),
     ("--backend NAIVE_PYTORHC", "'NAIVE_PYTORHC': did you mean NAIVE_PYTORCH?\n"),
     ("--backend TMP/none.cu", "there is no file TMP/none.cu"),
     ("--backend ?", "unknown attention backend '?'; see `gpt2-infer backends`\n"),

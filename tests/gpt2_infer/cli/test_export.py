@@ -1,7 +1,4 @@
-"""What `export` writes: a package that pip installs, a repository that Hugging Face's tools take.
-
-Each has a test of its own, which runs here in an environment of its own.
-"""
+"""What `export` writes: a repository that Hugging Face's tools take, with a test of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ else:
     import tomli as tomllib
 
 SOURCE = ROOT / "examples" / "my_backend" / "src" / "my_backend"
-KINDS = ["hub", "package"]
 WORST = (Case(8, 32), Verdict(3e-6, 4e-6, 2e-6))
 
 
@@ -73,8 +69,8 @@ def evidence() -> export.Evidence:
     return export.Evidence("The verdict.", "The times.")
 
 
-def exported(kernel: Path, kind: export.Kind, out: Path) -> Path:
-    export.plan(header.of_file(kernel), kind, out).write(evidence())
+def exported(kernel: Path, out: Path) -> Path:
+    export.plan(header.of_file(kernel), out).write(evidence())
     return out
 
 
@@ -97,58 +93,6 @@ def run_its_test(folder: Path, python: Path | str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def package(kernel, environment, tmp_path_factory) -> Path:
-    """The folder of a package that is installed in the environment."""
-    folder = exported(kernel, "package", tmp_path_factory.mktemp("package") / "fast_rows")
-    pip = [sys.executable, "-m", "pip", "--python", environment, "install", "--quiet"]
-    options = ["--no-index", "--no-deps", "--no-build-isolation"]
-    source = shutil.copytree(folder, folder.with_name("source"))
-    subprocess.run([*pip, *options, source], check=True)
-    return folder
-
-
-@pytest.mark.slow
-def test_a_package_is_installed_listed_and_passes_its_test(package, environment):
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
-    (site,) = environment.parents[1].glob("lib/python*/site-packages")
-    installed = {file.name for file in (site / "fast_rows").iterdir()}
-    assert installed - {"__pycache__"} == {"__init__.py", "v01_mine.cu", "sizes.cuh"}
-    assert "test_it_is_right[FAST_ROWS_CUDA_VERSION_1] PASSED" in run_its_test(package, environment)
-    names = "".join(file.read_text() for file in package.rglob("*.*") if file.suffix != ".pyc")
-    assert not [word for word in ("my_backend", "my-backend", "MY_", "tiled") if word in names]
-
-
-# Without a cache, every token's attention is the kernel's.
-GENERATE = """
-import attention_kernels.hf
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-torch.manual_seed(0)
-config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=256, initializer_range=0.2)
-config.use_cache = False
-model = GPT2LMHeadModel(config).cuda().eval()
-prompt = torch.randint(256, (2, 40), device="cuda")
-options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-texts = []
-for name in ("FAST_ROWS_CUDA_VERSION_1", "sdpa"):
-    model.set_attn_implementation(name)
-    texts.append(model.generate(prompt, **options))
-assert texts[0].shape == (2, 48) and torch.equal(*texts), texts
-"""
-
-
-@pytest.mark.gpu
-def test_an_installed_package_passes_its_test_and_serves_transformers_on_a_gpu(
-    package, environment
-):
-    if reason := compilers.missing_compiler("cuda"):
-        pytest.skip(reason)
-    assert "test_it_is_right[FAST_ROWS_CUDA_VERSION_1] PASSED" in run_its_test(package, environment)
-    subprocess.run([environment, "-c", GENERATE], check=True)
 
 
 # What kernel-builder puts next to a binding.
@@ -264,7 +208,7 @@ def test_get_local_kernel_loads_a_build_which_passes_its_test_and_is_benchmarked
     pytest.importorskip("kernels")
     if reason := compilers.missing_compiler("cuda" if device == "cuda" else "emulator"):
         pytest.skip(reason)
-    folder = exported(kernel, "hub", tmp_path / "fast-rows")
+    folder = exported(kernel, tmp_path / "fast-rows")
     build_variant(folder, device)
     assert "8 passed" in run_its_test(folder, environment)
     subprocess.run([environment, "-c", BENCHMARK, folder], check=True)
@@ -272,7 +216,7 @@ def test_get_local_kernel_loads_a_build_which_passes_its_test_and_is_benchmarked
 
 def test_kernel_builder_can_read_the_repository_and_finds_every_file(kernel, tmp_path):
     rust = pytest.importorskip("kernels._rust")
-    folder = exported(kernel, "hub", tmp_path / "fast_rows")
+    folder = exported(kernel, tmp_path / "fast_rows")
     assert rust.Build.open(folder).general.backends == [rust.Backend.CUDA]
     build = tomllib.loads((folder / "build.toml").read_text())
     assert (build["general"]["name"], build["general"]["edition"]) == ("fast-rows", 5)
@@ -287,25 +231,23 @@ def test_kernel_builder_can_read_the_repository_and_finds_every_file(kernel, tmp
         rust.Build.open(folder)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("hub", "csrc/a_1_.cu"), ("package", "v01_a_1_.cu")])
-def test_a_file_of_any_name_without_a_header_is_exported(kind, name, kernel, tmp_path):
+def test_a_file_of_any_name_without_a_header_is_exported(kernel, tmp_path):
     text = kernel.read_text().replace(
         "constexpr int kBlockN = kTile;", "constexpr int kBlockN = 32;"
     )
     (tmp_path / "a (1).cu").write_text(text.partition('#include "sizes.cuh"')[2])
-    folder = exported(tmp_path / "a (1).cu", kind, tmp_path / "fast_rows")
+    folder = exported(tmp_path / "a (1).cu", tmp_path / "fast_rows")
     (file,) = folder.rglob("*.cu")
-    assert str(file).endswith(f"/{name}")
-    if kind == "hub":
-        built = tomllib.loads((folder / "build.toml").read_text())["kernel"]["fast_rows"]
-        assert name in built["src"]
+    assert file == folder / "csrc" / "a_1_.cu"
+    built = tomllib.loads((folder / "build.toml").read_text())["kernel"]["fast_rows"]
+    assert "csrc/a_1_.cu" in built["src"]
 
 
 def test_the_needs_and_the_layout_of_a_version_reach_the_build(kernel, tmp_path):
     other = shutil.copytree(kernel.parent, tmp_path / "other") / kernel.name
     text = other.read_text().replace("Layout: strided", "Layout: contiguous")
     other.write_text(text.replace("// Flags:", "// Needs:  sm_80\n// Flags:"))
-    folder = exported(other, "hub", tmp_path / "fast_rows")
+    folder = exported(other, tmp_path / "fast_rows")
     built = tomllib.loads((folder / "build.toml").read_text())["kernel"]["fast_rows"]
     assert built["cuda-capabilities"][:2] == ["8.0", "8.6"]
     assert "-DATTENTION_CONTIGUOUS" in built["cuda-flags"]
@@ -314,10 +256,9 @@ def test_the_needs_and_the_layout_of_a_version_reach_the_build(kernel, tmp_path)
 
 
 @pytest.mark.usefixtures("found")
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_readme_has_verdict_budget_times_and_their_commands(kind, kernel, capsys, tmp_path):
+def test_the_readme_has_verdict_budget_times_and_their_commands(kernel, capsys, tmp_path):
     out = tmp_path / "fast-rows"
-    words = ["export", str(kernel), "--as", kind, "--out", str(out), "--json"]
+    words = ["export", str(kernel), "--as", "hub", "--out", str(out), "--json"]
     status, shown, err = run(capsys, *words)
     assert status == 0, err
     value = parsed(shown)
@@ -326,20 +267,19 @@ def test_the_readme_has_verdict_budget_times_and_their_commands(kind, kernel, ca
     written = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
     assert {*value["files"]} == written - {"CARD.md"}
     text = (out / "README.md").read_text()
-    place = "csrc" if kind == "hub" else "src/fast_rows"
     for part in (
         "It passed 2 checks against float64 in the CPU emulator",
-        f"gpt2-infer verify {place}/v01_mine.cu --device cpu --quick --seed 7",
+        "gpt2-infer verify csrc/v01_mine.cu --device cpu --quick --seed 7",
         "| error | 3.00e-06 | 4.00e-06 | 2.00e-06 |",
         "A budget is 2 times the distance of plain PyTorch from float64",
         "Not measured, because there was no GPU.",
         "Predicted for H200 SXM, N=1024 H=12 head_dim=32: 90 us, bound by ",
-        f"gpt2-infer predict {place}/v01_mine.cu --gpu h200",
+        "gpt2-infer predict csrc/v01_mine.cu --gpu h200",
     ):
         assert part in text
     for command in re.findall(r"^gpt2-infer (.+)$", text, re.MULTILINE):
         parse(shlex.split(command))
-    assert (out / place / "v01_mine.cu").read_text() == kernel.read_text()
+    assert (out / "csrc" / "v01_mine.cu").read_text() == kernel.read_text()
 
 
 @pytest.mark.usefixtures("found")
@@ -386,7 +326,7 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_work(
     (tmp_path / "here").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.setattr(conformance, "verify", None)
-    words = ["--as", "package", "--out", str(tmp_path / out)]
+    words = ["--as", "hub", "--out", str(tmp_path / out)]
     status, _, err = run(capsys, "export", str(kernel), *words)
     assert status == 2
     assert reason in err
@@ -404,22 +344,12 @@ def test_what_the_hub_does_not_take_is_refused_with_the_reason(change, reason, k
     file = tmp_path / "v01_other.cu"
     file.write_text(kernel.read_text().replace("// Takes:  float32, head_dim 32", change))
     with pytest.raises(UnsupportedError, match=reason):
-        export.plan(header.of_file(file), "hub", tmp_path / "fast-rows")
-
-
-def test_a_decode_kernel_is_a_package(tmp_path):
-    file = SOURCE / "decode" / "v01_warp_per_head.cu"
-    planned = export.plan(header.of_file(file), "package", tmp_path / "fast-rows")
-    assert "src/fast_rows/decode/v01_warp_per_head.cu" in planned.write(evidence())
-    assert (
-        "--decode-backend FAST_ROWS_DECODE_VERSION_1"
-        in (tmp_path / "fast-rows/README.md").read_text()
-    )
+        export.plan(header.of_file(file), tmp_path / "fast-rows")
 
 
 def test_a_kernel_that_changes_meanwhile_is_not_exported(kernel, tmp_path):
     file = shutil.copytree(kernel.parent, tmp_path / "other") / kernel.name
-    planned = export.plan(header.of_file(file), "package", tmp_path / "fast-rows")
+    planned = export.plan(header.of_file(file), tmp_path / "fast-rows")
     (file.parent / "sizes.cuh").write_text("constexpr int kTile = 16;\n")
     with pytest.raises(RequestError, match="changed while it was verified"):
         planned.write(evidence())
@@ -432,7 +362,7 @@ def test_an_environment_next_to_the_kernel_is_not_exported(kernel, monkeypatch, 
     file = file.rename(tmp_path / file.name)
     (tmp_path / "other" / "sizes.cuh").rename(tmp_path / "sizes.cuh")
     monkeypatch.setattr(header, "CSRC", csrc)
-    planned = export.plan(header.of_file(file), "hub", tmp_path / "fast-rows")
+    planned = export.plan(header.of_file(file), tmp_path / "fast-rows")
     assert {*planned.own} == {"v01_mine.cu", "sizes.cuh"}
     assert {*planned.shared} == {"attention.h", "common.cuh"}
 
@@ -448,14 +378,14 @@ clock.OUTSIDE["cuda"] = clock.REPEATED["cuda"] = float("inf")
 @on_every_device
 def test_the_whole_command(device, tmp_path):
     """On a CPU it runs without nvcc, so that no time is predicted."""
-    kind, target, settings = "hub", "cuda", {}
+    target, settings = "cuda", {}
     if device == "cpu":
-        kind, target = "package", "emulator"
+        target = "emulator"
         settings = {"CUDACXX": "/nowhere/nvcc", "CUDA_VISIBLE_DEVICES": ""}
     if reason := compilers.missing_compiler(target):
         pytest.skip(reason)
     file = SOURCE / "v01_warp_per_row.cu"  # whose builds stay in the cache
-    words = ["export", str(file), "--as", kind, "--out", str(tmp_path / "fast-rows")]
+    words = ["export", str(file), "--as", "hub", "--out", str(tmp_path / "fast-rows")]
     program = f"import sys\n{SHORT_SUITE}\n{BUSY}\nsys.exit(main({words}))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **settings}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)

@@ -32,11 +32,3 @@ def test_kernels_takes_backends_and_version_files(capsys, tmp_path):
     rows = json.loads(capsys.readouterr().out)
     assert [row.pop("version") for row in rows] == ["mine; (1)", "v01"]
     assert rows[0] == rows[1]
-
-
-@pytest.mark.parametrize("word", ["v01_mine.cu", "hopper", "sm_", "9"])
-def test_an_architecture_is_a_compute_capability(word, capsys):
-    with pytest.raises(SystemExit):
-        main(["kernels", "--arch", "90", word])
-    words = f"--arch: must be a compute capability, such as 90 or sm_90, not '{word}'"
-    assert words in capsys.readouterr().err

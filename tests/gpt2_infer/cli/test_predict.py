@@ -158,7 +158,7 @@ def test_a_launch_of_any_kernel_is_taken_from_the_options(
     assert main([*command, "--grid=1", "--shared=0"]) == 0
     first, second = found
     assert (first.grid, first.block) == ((4, 12, 1), (128, 1, 1))
-    assert (first.dynamic_smem, first.arguments) == (None, ["ptr", "-1", "2.5"])
+    assert (first.dynamic_smem, first.arguments) == (None, ("ptr", "-1", "2.5"))
     assert second.dynamic_smem == 0
 
 

@@ -116,6 +116,7 @@ def test_a_second_run_prepares_nothing_and_gives_the_same(sampling, monkeypatch)
         assert dict(engine.run(requests)) == expected
         assert len(captured) == 2  # a step, and a group of prompts
     model.wte.weight[:] *= 1.5
+    engine.model.weights_changed()
     changed = dict(engine.run(requests))
     assert len(captured) == 4
     assert changed == dict(Continuous(model, batch=3).run(requests)) != expected

@@ -113,11 +113,6 @@ def test_one_kernel_runs_all_layers_of_gpt2_small(size, shared_kb, different, ex
     assert dataclasses.replace(shape, **different).is_one_kernel == expected
 
 
-def test_one_kernel_needs_a_head_of_at_most_8_splits():
-    config = GPT2Config(n_positions=2048)
-    assert not StepShape(config, torch.bfloat16, 1, 132, 227 * 1024).is_one_kernel
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
 @pytest.mark.parametrize(
@@ -129,13 +124,6 @@ def test_nvcc_compiles_the_portable_step(dtype, archs):
         shared = resources.LIMITS[arch].shared_kb_per_block * 1024
         shape = StepShape(GPT2Config(), dtype, 1, 128, shared, is_portable=True)
         assert len(resources.compile_version(shape.version(), arch)) == 8
-
-
-def test_the_embedding_takes_less_room_in_16_bits():
-    config = GPT2Config(n_embd=4096, n_head=32, n_inner=1024)
-    shape = StepShape(config, torch.bfloat16, 1, 132, 227 * 1024)
-    assert shape.fits
-    assert not dataclasses.replace(shape, dtype=torch.float32).fits
 
 
 # On a GPU

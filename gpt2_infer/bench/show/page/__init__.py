@@ -9,79 +9,42 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import os
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
-from tqdm import tqdm
 
-from attention_kernels import UnsupportedError
 from attention_kernels.errors import describe
-from attention_kernels.inspection.accesses import BY_LANE, Recording, record
+from attention_kernels.inspection.accesses import BY_LANE
 from attention_kernels.judge.conformance import Report
-from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import (
     find_gpu,
-    predict_version,
-    stalls_of,
     timed_on,
 )
-from gpt2_infer.bench.record import File, KernelCell, ResultsError, Row, Shape, read, timings_of
+from gpt2_infer.bench.record import File, ResultsError, Row, Shape, read, timings_of
 from gpt2_infer.bench.show import charts
-from gpt2_infer.bench.show.figures import TIE, beneath, group_by, main_rows
+from gpt2_infer.bench.show.figures import TIE, beneath, main_rows
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Kernel
 from gpt2_infer.bench.show.pivot import Table, are_numbers
 from gpt2_infer.bench.show.tables import tables
 
-__all__ = ["make_page"]
 
-
-def make_page(
-    versions: Mapping[str, VersionHeader],
-    files: Sequence[Path],
+def render(
+    kernels: Sequence[Kernel],
+    files: Sequence[Measured],
     shape: Shape,
     *,
-    gpu: str | None = None,
-    predict: Collection[str] = (),
-    verdicts: Mapping[str, Report | str] = MappingProxyType({}),
-    timeout_s: float = 600.0,
+    predictions: Mapping[str, Bars | str],
+    verdicts: Mapping[str, Report | str],
 ) -> str:
-    """Return the HTML page on versions, given by name, and on results files.
-
-    shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
-    and stalls for, a name in gpus(); None for no predictions. predict: the versions to predict if
-    the results have no stalls of them. verdicts: the judge's reports on versions, or why there is
-    none. If a version's accesses cannot be counted, the reason is shown. Raises ResultsError,
-    RequestError, or BuildError if a version does not compile.
-    """
-    if gpu:
-        find_gpu(gpu)  # fail on an unknown name before minutes of counting
-    measured = [_measured(path) for path in files]
-    kernels = _record(versions, shape, timeout_s)
-    for kernel in kernels:
-        if isinstance(found := verdicts.get(kernel.name), Report):
-            kernel.found_wrong = found.failures
-    predictions: dict[str, Bars | str] = {}
-    if gpu:
-        results = [one.file for one in measured]
-        for kernel in tqdm(kernels, "predicting", unit="", disable=None):
-            makes = kernel.name in predict
-            row = _predicted(kernel, gpu, shape, results, makes=makes)
-            predictions[kernel.name] = _bars(row, gpu, results) if row else NO_PREDICTION
-            if row:
-                kernel.stalls = stalls_of(row)
+    """Return the HTML page; predictions and verdicts, or the reasons against them, by version."""
     short = [kernel.version.name for kernel in kernels]
     labels = {
         k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
@@ -112,17 +75,15 @@ def make_page(
         labels=labels,
         verdicts=verdicts,
         most_failures=SHOWN_FAILURES,
-        files=measured,
+        files=files,
         counters=source.COUNTERS,
         lane_map=lanes.lane_map,
         by_lane=BY_LANE,
         runs=source.runs,
-        turns=_turns,
         tie=TIE,
     )
 
 
-NO_PREDICTION = "no prediction committed"
 SHOWN_FAILURES = 5
 
 
@@ -155,8 +116,6 @@ class Picture:
 
     title: str
     svg: bytes
-    table: Table | None = None
-    """The figures that the chart shows."""
 
     @property
     def url(self) -> str:
@@ -207,7 +166,7 @@ class Measured:
                 yield name.replace("_", " "), _words(value)
 
 
-def _measured(path: Path) -> Measured:
+def measured(path: Path) -> Measured:
     """Read and draw a file before minutes of counting.
 
     Raises ResultsError, also if it lacks what other files of its kind have.
@@ -229,39 +188,7 @@ def _words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
-def _predicted(
-    kernel: Kernel,
-    gpu: str,
-    shape: Shape,
-    files: Sequence[File],
-    *,
-    makes: bool,
-) -> Row | None:
-    """Return a version's prediction for 12 heads and 1,024 tokens, with its stalls if possible.
-
-    makes: whether to predict if the files have no stalls. Returns None if there is no prediction.
-    """
-    card, version = find_gpu(gpu), kernel.version
-    cell = KernelCell(
-        1024, head_dim=kernel.head_dim, dtype=version.dtypes[0], is_causal=shape.is_causal
-    )
-    wanted = kernel.name, cell, environment.version_digest(version.path.read_text("utf-8"))
-    found = [
-        row
-        for kind in ("prediction", "stalls")
-        for file in files
-        if file.study["kind"] == kind and file.study["gpu"] == card.name
-        for row in file.of("predicted time")
-        if (row.contender, row.kernel, row.extra.get("version_digest")) == wanted
-        and (row.reason or "needs_us" in row.extra)  # converted files have only the time
-    ]
-    if makes and not any("stalls" in row.extra for row in found):
-        (row,) = predict_version(kernel.name, version, [cell], gpu=gpu, lines=True)
-        return row
-    return found[-1] if found else None
-
-
-def _bars(row: Row, gpu: str, files: Sequence[File]) -> Bars | str:
+def bars(row: Row, gpu: str, files: Sequence[File]) -> Bars | str:
     """Return the parts of a prediction, or the reason against it."""
     if not row.samples:
         return row.reason
@@ -284,39 +211,6 @@ def _bars(row: Row, gpu: str, files: Sequence[File]) -> Bars | str:
             note = f"{file.task}; predicted {row.median / one.median:.2f} times"
             bars.append(Bar("measured", note, one.median, "measured"))
     return Bars(f"Predicted for {card.name}, microseconds, {row.kernel}", bars)
-
-
-def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: float) -> list[Kernel]:
-    def run(named: tuple[str, VersionHeader]) -> Kernel:
-        name, version = named
-        head_dims = version.head_dims
-        head_dim = shape.head_dim if shape.head_dim in head_dims else head_dims[0]
-        taken = msgspec.structs.asdict(shape) | {"head_dim": head_dim}
-        try:
-            recording = record(version, **taken, timeout_s=timeout_s)
-        except UnsupportedError as error:
-            return Kernel(name, version, head_dim, None, "; ".join(error.reasons))
-        return Kernel(name, version, head_dim, recording)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(run, versions.items())
-        return [*tqdm(found, "counting accesses", len(versions), unit="", disable=None)]
-
-
-def _turns(found: Recording) -> Picture:
-    """Chart the turns of the busiest block's warps."""
-    title = f"Block {found.block}: its warps between barriers"
-    rows = []
-    for barriers, mine in group_by(found.turns, lambda turn: turn.barriers).items():
-        warps = [turn.warp for turn in mine]
-        by_warp = Counter[int]()
-        for turn in mine:
-            by_warp[turn.warp] += turn.accesses
-        order = f"{warps[0]} \u2026 {warps[-1]}" if len(warps) > 1 else f"{warps[0]}"
-        least, most = min(by_warp.values()), max(by_warp.values())
-        rows.append((f"{barriers}", order, f"{len(warps)}", f"{least:,}", f"{most:,}"))
-    head = ["barriers before", "order of warps", "turns", "least accesses", "most accesses"]
-    return Picture(title, charts.turns(found.turns), table=Table(title, head, rows))
 
 
 def _text(name: str) -> str:

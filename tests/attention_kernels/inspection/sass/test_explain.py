@@ -71,7 +71,7 @@ def model(code, requests=((0, 0, 0),), blocks=132, **changes):
     line = Line(1, {0: counts}, [work], alike=blocks)
     total = defaultdict(float, {name: line.total(name) for name in counts})
     launch = Launch(64, "kernel", "kernel", (blocks, 1, 1), (256, 1, 1), 0, b"")
-    found = LaunchModel("v01", H200, launch, code, 32, 0, 1, line, total, 0.0)
+    found = LaunchModel("v01", H200, launch, code, 1, line, total, 0.0)
     return dataclasses.replace(found, **changes)
 
 

@@ -13,13 +13,13 @@ pytest.importorskip("jinja2")
 pytest.importorskip("pygments")
 
 from attention_kernels import get_backend, ladder, list_backends
-from attention_kernels.inspection.accesses import Access, Recording, Turn, record
+from attention_kernels.inspection.accesses import Access, record
 from attention_kernels.judge.conformance import Failure, Report
 from attention_kernels.ladder.header import parse_header
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import Shape
-from gpt2_infer.bench.show import page
-from gpt2_infer.bench.show.page import Measured, make_page
+from gpt2_infer.bench.report import make_page
+from gpt2_infer.bench.show.page import Measured
 from tests.gpt2_infer.bench.common import kernel, kernels, stalls
 
 pytestmark = pytest.mark.slow  # versions are compiled for the emulator
@@ -241,17 +241,6 @@ def test_the_verdict_is_on_top_and_the_race_at_its_lines(open_page):
     assert not page.locator(f"#{V1}").get_by_text("verify").count()
 
 
-def test_a_kernel_without_barriers_has_no_chart_of_them(file):
-    turns = [Turn(0, 0, 10), Turn(0, 1, 10)]
-    (first, *_) = accesses("CUSTOM_CUDA_VERSION_1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "record", lambda *_, **__: Recording([first], 0, turns))
-        name = "CUSTOM_CUDA_VERSION_1"
-        text = make_page({name: ladder.versions()[name]}, [], Shape(**SHAPE))
-    assert "between barriers" not in text
-    assert "between barriers" in file.read_text("utf-8")
-
-
 @pytest.mark.parametrize(
     ("scheme", "options"), [("light", {}), ("dark", {"runOnly": ["color-contrast"]})]
 )
@@ -272,7 +261,7 @@ def test_only_a_chart_that_could_not_be_read_scrolls_sideways(open_page, width):
     page = open_page(viewport={"width": width, "height": 800}, java_script_enabled=False)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     charts = page.locator(".chart").evaluate_all("all => all.map(it => it.clientWidth)")
-    assert len(charts) == 5  # the turns of two versions, three of the results
+    assert len(charts) == 3
     assert all(width == 1000 or shown == 600 for shown in charts)
     assert max(charts) <= max(width, 600)
     bars = page.locator(".bars").evaluate_all("all => all.map(it => it.scrollWidth)")

@@ -5,11 +5,11 @@ import pytest
 pytest.importorskip("jinja2")
 
 from attention_kernels import ladder, list_backends
-from gpt2_infer.bench import environment
+from gpt2_infer.bench import environment, report
 from gpt2_infer.bench.prediction import prediction_row
 from gpt2_infer.bench.record import KernelCell, Row, Shape
-from gpt2_infer.bench.show import page
-from gpt2_infer.bench.show.page import Bars, _bars, _predicted
+from gpt2_infer.bench.report import _predicted
+from gpt2_infer.bench.show.page import Bars, bars
 from gpt2_infer.bench.show.page.source import Kernel
 from tests.gpt2_infer.bench.common import file_of, kernels, stalls
 
@@ -39,7 +39,7 @@ def test_a_prediction_is_drawn_with_the_time_of_the_same_file():
     kernel, files = Kernel(NAME, version, 64, None), [predictions, timing]
     found = _predicted(kernel, "h200", Shape(seqlen=128), files, makes=False)
     assert found is row
-    shown = _bars(row, "h200", files)
+    shown = bars(row, "h200", files)
     assert isinstance(shown, Bars)
     assert [bar.us for bar in shown.bars] == [30.0, 20.0, 10.0, 19.0, 1.0, 60.0, 50.0]
     assert shown.bars[-1].note == "kernel-test; predicted 1.20 times"
@@ -54,7 +54,7 @@ def test_a_version_without_stalls_in_the_results_is_explained(monkeypatch):
     cell = KernelCell(1024, head_dim=32)
     predicted = prediction_row(NAME, cell, digest, samples=[60.0])
     explained = prediction_row(NAME, cell, digest, samples=[61.0], stalls={})
-    monkeypatch.setattr(page, "predict_version", lambda *_, **__: [explained])
+    monkeypatch.setattr(report, "predict_version", lambda *_, **__: [explained])
     predictions = file_of("prediction", [predicted], settings={"gpu": "H200 SXM"})
     kernel, shape = Kernel(NAME, version, 32, None), Shape(seqlen=128)
     assert _predicted(kernel, "h200", shape, [predictions], makes=True) is explained

@@ -1,0 +1,58 @@
+"""Version files by the names that a user gives, and the shape of a call to predict or to count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attention_kernels import BackendSpec
+    from attention_kernels.ladder.header import VersionHeader
+
+
+def version_of(what: str) -> tuple[str, VersionHeader]:
+    """Return the name and the header of a version file, given it or the backend built from it.
+
+    Raises UnsupportedError for a backend without a version file.
+    """
+    ((name, version),) = versions_of([what]).items()
+    return name, version
+
+
+def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
+    """Return the names and headers of several; see version_of().
+
+    Raises HeaderError if two files make the same name.
+    """
+    from attention_kernels import UnsupportedError, ladder
+
+    versions = {}
+    for spec in ladder.resolve_all(whats):
+        if spec.version is None:
+            raise UnsupportedError(spec.name, ["it has no version file, *.cu"])
+        versions[spec.name] = spec.version
+    return versions
+
+
+def call_shape(
+    takes: BackendSpec | VersionHeader, head_dim: int | None, batch: int, heads: int, full: bool
+) -> dict[str, Any]:
+    """Return the shape of a call, but for its length, as keyword arguments."""
+    return {
+        "batch": batch,
+        "num_heads": heads,
+        "head_dim": head_dim or usual_head_dim(takes),
+        "is_causal": not full,
+    }
+
+
+def describe(shape: dict[str, Any]) -> str:
+    """Return a shape in words."""
+    names = {"batch": "B", "num_heads": "H", "seqlen": "N", "head_dim": "head_dim"}
+    sizes = [f"{name}={shape[key]}" for key, name in names.items() if key in shape]
+    return " ".join([*sizes, "causal" if shape["is_causal"] else "full"])
+
+
+def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:
+    """Return GPT-2's head_dim, 64, if it is supported, else the first that is."""
+    return 64 if 64 in (takes.head_dims or (64,)) else takes.head_dims[0]
