@@ -127,11 +127,8 @@ def count_accesses(
         options = ["-o", str(program), "-pthread", "-ldl"]
         compilers.output_of([flags[0], "-no-pie", *objects, *options])
 
-    def name() -> str:
-        files = [version.path, csrc / source]
-        return build.digest_of(f"accesses-{version.op}", files, csrc, command)
-
-    with build.kept(name, "", build_recorder, version.path.name).open("rb") as file:
+    name, files = f"accesses-{version.op}", [version.path, csrc / source]
+    with build.kept(name, "", files, csrc, command, build_recorder).open("rb") as file:
         program = f"{child.FD}{file.fileno()}"
         label = f"counting accesses of {version.path.name}"
         done = child.run([program, *arguments], timeout_s=timeout_s, label=label)

@@ -92,11 +92,8 @@ def build_recorder(version: VersionHeader) -> Path:
         options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
         compilers.output_of([*command, source, *objects, *options])
 
-    def name() -> str:
-        files = [version.path, recorder, csrc / runtime]
-        return build.digest_of(f"launches-{version.op}", files, csrc, command)
-
-    return build.kept(name, "", link, version.path.name)
+    files = [version.path, recorder, csrc / runtime]
+    return build.kept(f"launches-{version.op}", "", files, csrc, command, link)
 
 
 def record(

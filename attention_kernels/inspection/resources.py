@@ -218,13 +218,10 @@ def compile_version(
         report = compilers.output_of([*flags, *options], str(folder))
         output.write_bytes(report.encode() + b"\0" + (folder / "kernel.cubin").read_bytes())
 
-    def name() -> str:
-        others = [version.path] if more else []  # a line table names the file
-        settings = compilers.asked(str(compilers.find_gxx())), *map(os.environ.get, FLAGS)
-        name, csrc = f"{version.op}-sm_{arch}", csrc_of(version)
-        return build.digest_of(name, [version.path], csrc, flags, *settings, *others)
-
-    kept = build.kept(name, ".cubin", compile_to, version.path.name)
+    others: list[object] = [version.path] if more else []  # a line table names the file
+    others += [compilers.asked(str(compilers.find_gxx())), *map(os.environ.get, FLAGS)]
+    name, csrc = f"{version.op}-sm_{arch}", csrc_of(version)
+    kept = build.kept(name, ".cubin", [version.path], csrc, flags, compile_to, *others)
     report, _, code = kept.read_bytes()[: -build.DIGEST_BYTES].partition(b"\0")
     (folder / "kernel.cubin").write_bytes(code)
     return parse_ptxas(report.decode())

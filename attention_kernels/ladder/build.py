@@ -115,18 +115,18 @@ def build_many(
         for version in todo:
             compilers.link_unsafe(folder, version)
         told = _run_ninja([steps[file] for file in missing], folder, shows=len(labels) > 1)
-        for version, plan in todo.items():
-            object_file, library = (folder / recipe.file for recipe in plan)
+        for version, (binding, library) in todo.items():
             now = recipes(version, target, arch, label)
-            if not library.exists():
-                log = folder.parent / f"{library.stem}.log"
-                built[version.op] = _error(plan[object_file.exists()], log, folder, told)
-            elif now != plan:
+            if not (folder / library.file).exists():
+                failed = library if (folder / binding.file).exists() else binding
+                log = folder.parent / f"{Path(library.file).stem}.log"
+                built[version.op] = _error(failed, log, folder, told)
+            elif now != (binding, library):
                 built[version.op] = _changed(version.path.name)
-                library.unlink()
+                (folder / library.file).unlink()
             # A later build needs the binding even if this one failed.
-            if now[0] != plan[0]:
-                object_file.unlink(missing_ok=True)
+            if now[0] != binding:
+                (folder / binding.file).unlink(missing_ok=True)
 
     made = _made({file: recipe.label for file, recipe in steps.items()}, make)
     libraries = {version.op: made.get(plan[1].file) for version, plan in plans.items()}
@@ -143,27 +143,35 @@ def object_file(csrc: Path, source: str, *flags: str) -> Path:
     def compile_to(output: Path) -> None:
         compilers.output_of([*command, "-c", str(csrc / source), "-o", str(output)])
 
-    def name() -> str:
-        return digest_of(Path(source).stem, [csrc / source], csrc, command)
-
-    return kept(name, ".o", compile_to, source)
+    return kept(Path(source).stem, ".o", [csrc / source], csrc, command, compile_to)
 
 
-def kept(name: Callable[[], str], suffix: str, make: Callable[[Path], None], label: str) -> Path:
+def kept(
+    name: str,
+    suffix: str,
+    files: Sequence[Path],
+    csrc: Path,
+    command: Sequence[str],
+    make: Callable[[Path], None],
+    *more: object,
+) -> Path:
     """Return a file of the cache, made by make(its path) if it is missing.
 
-    name: digest_of() the sources, which must not change meanwhile. label: their name in messages.
-    The last DIGEST_BYTES of the file are not its own. Raises BuildError.
+    name, files, csrc, command, more: those of digest_of(). The sources in `files` must not change
+    meanwhile; messages name the first. The last DIGEST_BYTES of the file returned are not its own.
+    Raises BuildError.
     """
-    stem = name()
-    file = f"{stem}{suffix}"
+
+    def now() -> str:
+        return digest_of(name, files, csrc, command, *more) + suffix
 
     def make_one(_: Sequence[str], folder: Path) -> None:
         make(folder / file)
-        if name() != stem:
-            raise _changed(label)
+        if now() != file:
+            raise _changed(files[0].name)
 
-    return _made({file: label}, make_one)[file]
+    file = now()
+    return _made({file: files[0].name}, make_one)[file]
 
 
 def _changed(label: str) -> BuildError:
@@ -245,8 +253,9 @@ def _made(
     cache, found = cache_dir(), dict[str, Path]()
 
     def missing() -> list[str]:
-        found.update({name: file for name in labels if (file := _find(cache / name))})
-        return [name for name in labels if name not in found]
+        lacking = [name for name in labels if name not in found]
+        found.update({name: file for name in lacking if (file := _find(cache / name))})
+        return [name for name in lacking if name not in found]
 
     with contextlib.ExitStack() as stack:
         if wanted := missing():
@@ -254,10 +263,8 @@ def _made(
             for name in sorted(wanted, reverse=True):  # the same order in every process
                 stack.callback(_lock(cache / f"{name}.lock", labels[name]).release)
         if wanted := missing():  # another process may have made them
-            prefix = f"{wanted[0]}.build-"
-            folder = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=cache))
-            )
+            temporary = tempfile.TemporaryDirectory(prefix=f"{wanted[0]}.build-", dir=cache)
+            folder = Path(stack.enter_context(temporary))
             for name, file in found.items():
                 (folder / name).symlink_to(file)
             make(wanted, folder)

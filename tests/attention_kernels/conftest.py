@@ -29,10 +29,7 @@ def probe() -> Callable[..., str]:
         words = [*command, str(PROBE), "-o", str(library), "-pthread", "-ldl"]
         subprocess.run(words, check=True)
 
-    def name() -> str:
-        return build.digest_of("probe", [PROBE], csrc, command)
-
-    library = build.kept(name, ".so", compile_to, PROBE.name)
+    library = build.kept("probe", ".so", [PROBE], csrc, command, compile_to)
     functions = ctypes.CDLL(str(library))
 
     def call(name: str, *arguments: torch.Tensor | int) -> str:

@@ -55,19 +55,28 @@ def test_public_names_are_sorted_and_exist():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "reason", "name"),
+    ("dtype", "head_dim", "reason", "attends", "decodes"),
     [
-        ("float32", 64, None, "CUSTOM_CUDA"),
-        ("float32", 64, "needs nvcc", "PYTORCH_SDPA_EFFICIENT_ATTENTION"),
-        ("float32", 80, None, "PYTORCH_SDPA_EFFICIENT_ATTENTION"),
-        ("bfloat16", 64, None, "PYTORCH_SDPA_EFFICIENT_ATTENTION"),
+        ("float32", 64, None, True, True),
+        ("float32", 64, "needs nvcc", False, False),
+        ("float32", 80, None, False, False),
+        ("float64", 64, None, False, False),
+        ("bfloat16", 64, None, False, True),
     ],
 )
-def test_the_default_on_cuda_is_ours_where_it_serves(dtype, head_dim, reason, name, monkeypatch):
+def test_the_defaults_on_cuda_are_ours_where_they_serve(
+    dtype, head_dim, reason, attends, decodes, monkeypatch
+):
     monkeypatch.setattr(registry, "_serving", {})
     monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: reason)
-    device, dtype = torch.device("cuda", 0), getattr(torch, dtype)
+    device, dtype, many = torch.device("cuda", 0), getattr(torch, dtype), registry.MANY_HEADS
+    name = "CUSTOM_CUDA" if attends else "PYTORCH_SDPA_EFFICIENT_ATTENTION"
     assert registry.default_backend(device, dtype, head_dim).name == name
+    for heads, version in ((1, 1), (many - 1, 1), (many, 3)):
+        name = f"DECODE_SPLIT_KV_VERSION_{version}" if decodes else "NAIVE_PYTORCH"
+        assert registry.default_decode_backend(device, dtype, head_dim, heads).name == name
+    on_cpu = registry.default_decode_backend(torch.device("cpu"), dtype, head_dim)
+    assert on_cpu.name == "PYTORCH_SDPA_FLASH_ATTENTION"
 
 
 @settings(deadline=None)
@@ -239,37 +248,6 @@ def test_a_backend_that_only_decodes_says_so():
         CALLS["attention"](spec)
 
 
-@pytest.mark.parametrize(
-    ("reason", "dtype", "head_dim", "expected"),
-    [
-        (None, torch.bfloat16, 64, "DECODE_SPLIT_KV_VERSION_1"),
-        (None, torch.float64, 64, "NAIVE_PYTORCH"),
-        (None, torch.float32, 80, "NAIVE_PYTORCH"),
-        ("needs nvcc", torch.float32, 64, "NAIVE_PYTORCH"),
-    ],
-)
-def test_on_cuda_our_kernel_decodes_where_it_can(reason, dtype, head_dim, expected, monkeypatch):
-    monkeypatch.setattr(registry, "_serving", {})
-    monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: reason)
-    cuda, cpu = (
-        registry.default_decode_backend(torch.device(device), dtype, head_dim)
-        for device in ("cuda:0", "cpu")
-    )
-    assert cuda.name == expected
-    assert cpu.name == "PYTORCH_SDPA_FLASH_ATTENTION"
-
-
-def test_many_heads_have_a_warp_each(monkeypatch):
-    monkeypatch.setattr(registry, "_serving", {})
-    monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: None)
-    cuda = torch.device("cuda:0")
-    names = [
-        registry.default_decode_backend(cuda, torch.float32, 64, heads).name
-        for heads in (1, registry.MANY_HEADS - 1, registry.MANY_HEADS)
-    ]
-    assert names == [f"DECODE_SPLIT_KV_VERSION_{i}" for i in (1, 1, 3)]
-
-
 def test_each_gpu_has_the_decoder_that_serves_it(monkeypatch):
     monkeypatch.setattr(registry, "_serving", {})
     monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda _, d: "old" if d.index else None)
@@ -302,36 +280,33 @@ def test_an_unsupported_device_type_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("capability", "reason"),
+    ("needs", "exactly", "capability", "words"),
     [
-        ((7, 5), "needs compute capability 8.0 or higher, and this device has 7.5"),
-        ((8, 0), None),
-        ((12, 0), None),
+        ((8, 0), False, (7, 5), "8.0 or higher"),
+        ((8, 0), False, (8, 0), None),
+        ((8, 0), False, (12, 0), None),
+        ((9, 0), True, (8, 0), "9.0 and no other"),
+        ((9, 0), True, (9, 0), None),
+        ((9, 0), True, (10, 0), "9.0 and no other"),
     ],
 )
-def test_a_device_that_is_too_old_is_refused(capability, reason, monkeypatch):
-    capabilities = {None: (9, 0), 1: capability}
+def test_a_device_without_the_instructions_is_refused(
+    needs, exactly, capability, words, monkeypatch
+):
+    """On cuda:1; the current device, cuda:0, has them."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
-    spec = BackendSpec(name="TEST_OLD", loader=Kernels, min_compute_capability=(8, 0), **FIELDS)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda d: capability if d.index else (9, 0)
+    )
+    fields = {
+        "min_compute_capability": needs,
+        "version": types.SimpleNamespace(needs_exactly=exactly),
+    }
+    spec = BackendSpec(name="TEST_NEEDS", loader=Kernels, **fields, **FIELDS)
+    found = f"{capability[0]}.{capability[1]}"
+    reason = words and f"needs compute capability {words}, and this device has {found}"
     assert spec.unavailable_reason("cuda:1") == reason
     assert spec.unavailable_reason("cuda") is None
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-def test_instructions_of_one_generation_are_refused_elsewhere(capability, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    version = types.SimpleNamespace(needs_exactly=True)
-    needs = {"min_compute_capability": (9, 0), "version": version}
-    spec = BackendSpec(name="TEST_HOPPER", loader=Kernels, **needs, **FIELDS)
-    major, minor = capability
-    reason = (
-        f"needs compute capability 9.0 and no other, and this device has {major}.{minor}"
-        if capability != (9, 0)
-        else None
-    )
-    assert spec.unavailable_reason("cuda") == reason
 
 
 def install_plugin(folder: Path, package: str, code: str) -> None:
