@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all gpu-test lint docs report site wheel clean
+.PHONY: demo test test-all gpu-test lint size docs report site wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 7 --max-new-tokens 200
@@ -32,7 +32,12 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
+	$(BIN)/python scripts/size.py
 	$(BIN)/uv pip compile $(RESOLVE) pyproject.toml > /dev/null
+
+# Lines of code by room, against the limits in pyproject.toml.
+size: $(VENV)/installed
+	$(BIN)/python scripts/size.py
 
 docs: $(VENV)/installed
 	$(BIN)/cog -r -P README.md docs/*.md
