@@ -164,7 +164,7 @@ def parse(argv: Sequence[str]) -> Call | str:
         help_flags="--help",
         version=f"gpt2-infer {__version__}",
         version_flags="--version",
-        default_parameter=Parameter(negative=(), show_default=_default, allow_repeating=True),
+        default_parameter=Parameter(negative=(), show_default=_default),
         console=Console(file=output),
     )
     app.default(_with_flags(function))

@@ -19,7 +19,7 @@ from gpt2_infer.cli import DEFAULT_PROMPT
 from gpt2_infer.diverge import diverge, examine
 from tests.conftest import DEVICES, rewrite
 from tests.gpt2_infer.bench import common
-from tests.gpt2_infer.cli.program import run
+from tests.gpt2_infer.cli.program import run, unless
 
 PROMPT = "Once upon a time there was a"  # 7 tokens: the first steps run at seqlen 16
 PLAIN = "NAIVE_PYTORCH"
@@ -322,7 +322,7 @@ def test_a_float64_model_and_ctrl_c_raise(demo, monkeypatch):
 def test_an_emulated_kernel_writes_plain_pytorchs_text(capsys):
     if reason := get_backend("CUSTOM_CUDA_VERSION_12").unavailable_reason("cpu"):
         pytest.skip(reason)
-    arguments = [*DEMO, "--max-new-tokens", "5"]
+    arguments = [*unless(["--max-new-tokens"], DEMO), "--max-new-tokens", "5"]
     status, out, _ = run(capsys, "diverge", "custom-cuda-version-12", PLAIN, *arguments)
     assert status == 0
     assert "cpu, float32, recompute, 7 prompt tokens and 5 new ones" in out
@@ -363,7 +363,10 @@ def test_the_readmes_example_finds_the_kernel_that_the_readme_breaks(tmp_path, d
     ("arguments", "words"),
     [
         (["diverge", PLAIN, "PYTORCH_SDPA_CUDNN_ATTENTION"], "is not available here"),
-        (["diverge", PLAIN, PLAIN, "--prompt", "a", "--prompt", "b"], "one --prompt, not 3"),
+        (
+            ["diverge", PLAIN, PLAIN, "--prompt", "a", "--prompt", "b"],
+            "--prompt specified multiple times",
+        ),
         (["diverge", PLAIN, "ONLY", "--dtype", "bfloat16"], "dtype bfloat16 (it takes float32)"),
     ],
 )

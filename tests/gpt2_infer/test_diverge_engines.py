@@ -18,7 +18,7 @@ from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused, StepShape
 from gpt2_infer.engines.recompute import Forward, Recompute
 from tests.conftest import rewrite
-from tests.gpt2_infer.cli.program import run
+from tests.gpt2_infer.cli.program import run, unless
 from tests.gpt2_infer.engines.common import random_model
 from tests.gpt2_infer.engines.test_fused import CONFIG, HEAD_BLOCKS
 
@@ -254,6 +254,6 @@ def test_the_command(capsys):
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, words, capsys):
-    status, out, err = run(capsys, "diverge", *DEMO, *arguments)
+    status, out, err = run(capsys, "diverge", *unless(arguments, DEMO), *arguments)
     assert (status, out) == (2, "")
     assert words in err

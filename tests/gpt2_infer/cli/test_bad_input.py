@@ -11,7 +11,7 @@ import torch
 from attention_kernels.inspection.sass import predict
 from gpt2_infer.cli import COMMANDS
 from tests.gpt2_infer.bench.common import add, naive_attention
-from tests.gpt2_infer.cli.program import DEMO, run
+from tests.gpt2_infer.cli.program import run, unless
 
 KERNEL = "compare --out TMP/r.json --task kernel --device cpu --seqlens 8"
 REFUSED = [  # without a command, options of generate
@@ -19,6 +19,7 @@ REFUSED = [  # without a command, options of generate
     ("--json verify X", "Unused Tokens: ['verify', 'X']"),
     ("--no-such-option", "Unknown option: --no-such-option"),
     ("--model", "--model requires an argument"),
+    ("--max-new-tokens 8 --max-new-tokens 9", "--max-new-tokens specified multiple times"),
     ("--dtype float8", '"float8" for --dtype. Choose from: "float32", "float16", "bfloat16"'),
     ("--device gpu", "--device: must be a device, cuda, cuda:1 or the like, or cpu, not 'gpu'"),
     ("cache x", "Unused Tokens: ['x']"),
@@ -74,8 +75,8 @@ REFUSED = [  # without a command, options of generate
     (f"{KERNEL} --backends NAIVE_PYTORHC", "did you mean NAIVE_PYTORCH?"),
     (f"{KERNEL} --families nvidia", "no family named nvidia"),
     (f"{KERNEL} --dtypes float16 --backends ONLY_FLOAT32", "takes float32, not float16"),
-    (f"{KERNEL} --out /", "/ is a folder: name a file"),
-    (f"{KERNEL} --out /no/such/folder/r.json", "there is no folder /no/such/folder"),
+    (KERNEL.replace("TMP/r.json", "/"), "/ is a folder: name a file"),
+    (KERNEL.replace("TMP", "/no/such/folder"), "there is no folder /no/such/folder"),
 ]
 
 
@@ -90,7 +91,7 @@ def test_bad_input_is_one_line(words, complaint, capsys, tmp_path, monkeypatch, 
     for suffix in (".txt", ".jsonl"):
         os.mkfifo(tmp_path / f"fifo{suffix}")
     arguments = shlex.split(words.replace("TMP", str(tmp_path)))
-    command = [] if arguments[0] in COMMANDS else DEMO
+    command = [] if arguments[0] in COMMANDS else unless(arguments)
     status, out, err = run(capsys, *command, *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("gpt2-infer: error: ")

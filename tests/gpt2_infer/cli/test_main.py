@@ -12,7 +12,7 @@ import torch
 import gpt2_infer
 from gpt2_infer.cli import COMMANDS, main
 from tests.conftest import rewrite
-from tests.gpt2_infer.cli.program import DEMO, ROOT, help_of, run
+from tests.gpt2_infer.cli.program import DEMO, ROOT, help_of, run, unless
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_tensors_name_cannot_write_to_the_terminal(capsys, save_checkpoint):
     folder, _ = save_checkpoint()
     rewrite(folder, lambda tensors: tensors | {"\x1b[31mred\x9b": torch.zeros(1)})
     capsys.readouterr()  # transformers' progress bar
-    status, _, err = run(capsys, *DEMO, "--model", str(folder))
+    status, _, err = run(capsys, *unless(["--model"]), "--model", str(folder))
     assert status == 2
     assert "unexpected \\x1b[31mred\\x9b" in err
     assert not {"\x1b", "\x9b"} & {*err}
