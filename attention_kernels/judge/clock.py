@@ -152,7 +152,8 @@ class Clock:
             outside = all_of(name)
             if _exceeds(outside, inside, OUTSIDE[device], seconds):
                 self._disagree(inside, outside, "from outside")
-        spread = DEVIATIONS * (_deviation(once) + _deviation(often))
+        # No more than the time itself: a clock that was tampered with can make its times vary.
+        spread = min(DEVIATIONS * (_deviation(once) + _deviation(often)), statistics.median(once))
         if _exceeds(often, once, REPEATED[device], spread):
             self._disagree(once, often, "when it is repeated")
 
