@@ -19,6 +19,8 @@ from tqdm import tqdm
 from attention_kernels.errors import ArgumentError
 
 PROGRESS_AFTER_S = 5.0
+# tqdm's own lock is one for all processes, and a worker that is killed would leave its semaphore.
+tqdm.set_lock(threading.RLock())
 FD = "/proc/self/fd/"
 _MEANINGS = {
     signal.SIGSEGV: "an invalid memory access",

@@ -34,3 +34,11 @@ def test_a_missing_program_is_described():
 def test_invalid_time_limits_are_refused(seconds):
     with pytest.raises(ArgumentError, match="the time limit must be a positive number of seconds"):
         child.run(["true"], timeout_s=seconds)
+
+
+def test_a_worker_that_is_killed_leaves_no_semaphore():
+    program = (
+        "import multiprocessing, os; from attention_kernels import child; multiprocessing."
+        "set_start_method('forkserver'); child.run(['true'], timeout_s=60); os._exit(0)"
+    )
+    assert child.run([sys.executable, "-c", program], timeout_s=60).output == ""
