@@ -38,7 +38,7 @@ class Cover:
         """The least sizes in their ranges, or those that were given: what a case's cost counts."""
         self.costs: Numbers = np.zeros(0)
         self._parts: list[Numbers] = []
-        self._count = 1  # part 0 is none
+        self._count = 1  # part 0 means no part
 
     def add(self, count: int, usual: float, most: float = math.inf, **given: Numbers) -> None:
         """Draw cases with given sizes and places; others are free up to `usual` work.
@@ -86,7 +86,7 @@ class Cover:
         self._count += int(numbers.max()) + 1
 
     def combine(self, names: Sequence[str], count: int, where: Numbers | bool = True) -> None:
-        """Add a part for each combination of so many values."""
+        """Add a part for each combination of `count` values."""
         for group in itertools.combinations(names, count):
             numbers = np.zeros(len(self.costs), dtype=np.int64)
             for name in group:
@@ -94,7 +94,7 @@ class Cover:
             self.close(numbers, where)
 
     def parts(self) -> Numbers:
-        """Return the parts of each case, a row each; 0 is none."""
+        """Return the parts of each case, one row per case; 0 means no part."""
         return np.stack(self._parts, axis=1)
 
 

@@ -37,7 +37,7 @@ def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
 def call_shape(
     takes: BackendSpec | VersionHeader, head_dim: int | None, batch: int, heads: int, full: bool
 ) -> dict[str, Any]:
-    """Return the shape of a call, but for its length, as keyword arguments."""
+    """Return the shape of a call, except its length, as keyword arguments."""
     return {
         "batch": batch,
         "num_heads": heads,
