@@ -34,7 +34,7 @@ def test_unsupported_fields_are_refused_by_name(fields, words):
     assert words in str(caught.value)
 
 
-# The published gpt2-medium's config.json, but for its sizes.
+# The published gpt2-medium's config.json, except its sizes.
 PUBLISHED = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],

@@ -273,7 +273,7 @@ def test_only_a_chart_that_could_not_be_read_scrolls_sideways(open_page, width):
     )
     assert cut
     assert "none" not in cut  # the edge fades
-    # A line's figures are beside it, and no head runs into the next.
+    # The figures of a line stand next to it, and no heading runs into the next.
     line = page.locator(f"#{V1} li[value='{line_of(V1, PRODUCT)}'] summary")
     assert line.bounding_box()["height"] < 25
     heads = page.locator(f"#{V1} .top > span").evaluate_all(
