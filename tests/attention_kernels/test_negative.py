@@ -134,7 +134,8 @@ CONTROLS = {
         1e-3,
         {
             1: "race: |has all of its 1 arrivals|is still (written|read) by",
-            2: "copies brought 4096 bytes more than it expects|is still (written|read) by|race: ",
+            2: "copies brought 4096 bytes more than it expects|is still (written|read) by|race: "
+            "|never passes: its phase of parity . has 4 of 8 arrivals",
             3: "the mask 7 is not of blocks of a cluster of 2",
             4: r"waits for 4096 bytes that no copy brings.*block \(1, 0, 0\)",
             5: "the mask 0 is not of blocks of a cluster of 2",
