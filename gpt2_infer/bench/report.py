@@ -88,8 +88,7 @@ def _predicted(
         and (row.reason or "needs_us" in row.extra)  # converted files have only the time
     ]
     if makes and not any("stalls" in row.extra for row in found):
-        (row,) = predict_version(kernel.name, version, [cell], gpu=gpu, lines=True)
-        return row
+        return predict_version(kernel.name, version, cell, gpu=gpu, lines=True)
     return found[-1] if found else None
 
 

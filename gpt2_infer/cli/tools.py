@@ -96,13 +96,13 @@ async def _list(_: ServerRequestContext, __: PaginatedRequestParams | None) -> L
         (schema,), components = msgspec.json.schema_components(
             [arguments_of(function)], schema_hook=lambda _: {"type": "string"}
         )
-        schema = components[schema["$ref"].rpartition("/")[2]]
+        schema = components.pop(schema["$ref"].rpartition("/")[2])
         text = (function.__doc__ or "").partition("\n    Args:\n")[0]
         tools.append(
             Tool(
                 name=name,
                 description=inspect.cleandoc(text),
-                input_schema={"type": "object", **schema},
+                input_schema={"type": "object", **schema, "$defs": components},
             )
         )
     return ListToolsResult(tools=tools)

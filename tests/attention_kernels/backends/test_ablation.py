@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, get_backend, list_backends
-from attention_kernels.inspection.launches import launches_of
+from attention_kernels.inspection.resources import record
 from attention_kernels.judge.conformance import Case, run_case
 from attention_kernels.judge.reference import judge
 from attention_kernels.ladder import header
@@ -74,7 +74,7 @@ def test_kernels_and_launches_fall_where_the_headers_say_so():
     """The launch has one batch entry and 1,024 keys, which are 32 tiles."""
     launches = {}
     for number in (4, 5, 6):
-        recorded = launches_of(STEPS[number - 1], [64])
+        recorded = record(STEPS[number - 1], [64])
         assert {launch.threads for launch in recorded} == {1024}
         launches[number] = Counter(launch.kernel.split("<")[0] for launch in recorded)
     stages = ["qk_dot_kernel", "row_max_kernel", "exp_kernel", "row_sum_kernel", "update_kernel"]

@@ -19,7 +19,7 @@ from attention_kernels import (
     list_backends,
 )
 from attention_kernels.backends import cuda
-from attention_kernels.inspection import launches
+from attention_kernels.inspection.resources import record
 from attention_kernels.judge.conformance import Case, future_leaks, run_case
 from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.backends.common import (
@@ -47,22 +47,16 @@ NEGATIVE = Path(__file__).parents[1] / "negative"
     ("arch", "head_dim", "parts"),
     [("90", 64, 3), ("80", 64, 3), ("86", 64, 2), ("89", 64, 2), ("120", 64, 2), ("89", 32, 3)],
 )
-def test_keys_are_split_for_the_blocks_that_fit(arch, head_dim, parts, recorder_of_25, monkeypatch):
+def test_keys_are_split_for_the_blocks_that_fit(arch, head_dim, parts, monkeypatch):
     """1,024 keys are split in three for three blocks on a multiprocessor, in two for two."""
+    if reason := compilers.missing_compiler("emulator"):
+        pytest.skip(reason)
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "132")
     version = get_backend("CUSTOM_CUDA_VERSION_25").version
-    recorded = launches.record(version, recorder_of_25, [head_dim], case=(1, 1024, 12, 1))
+    recorded = record(version, [head_dim], case=(1, 1024, 12, 1))
     (grid,) = {one.grid for one in recorded if one.kernel.startswith("attention_kernel<")}
     assert grid == (12, 16, parts)
-
-
-@pytest.fixture(scope="module")
-def recorder_of_25():
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
-    version = get_backend("CUSTOM_CUDA_VERSION_25").version
-    return launches.build_recorder(version)
 
 
 @on_every_device

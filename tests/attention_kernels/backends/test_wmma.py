@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, list_backends
-from attention_kernels.inspection import launches
+from attention_kernels.inspection.resources import record
 from attention_kernels.judge.conformance import Case, run_case
 from attention_kernels.judge.reference import judge, reference_attention
 from attention_kernels.ladder import header
@@ -111,7 +111,6 @@ def test_no_layout_of_fragments_is_assumed(name, monkeypatch):
 def test_the_tiles_of_the_last_version_where_blocks_do_not_fill_the_device(monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "132")
     spec = usable(NAMES[-1], "cpu")
-    recorder = launches.build_recorder(spec.version)
     for arch, keys in (  # with 64, 99 and 227 KB of shared memory
         ("75", {32: 128, 64: 64, 128: 32}),
         ("86", {32: 128, 64: 128, 128: 32}),
@@ -119,7 +118,7 @@ def test_the_tiles_of_the_last_version_where_blocks_do_not_fill_the_device(monke
     ):
         monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
         # One head of 1,024 tokens is launched: head_dim, warps along M and N, keys of a tile, ...
-        recorded = launches.record(spec.version, recorder, keys)
+        recorded = record(spec.version, keys)
         shapes = [re.findall(r"\d+", launch.kernel) for launch in recorded]
         assert {int(head_dim): int(tile) for head_dim, _, _, tile, *_ in shapes} == keys
         assert all(int(warps) > 1 for _, _, warps, *_ in shapes)

@@ -15,41 +15,33 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import UnsupportedError, ladder, list_backends
-from attention_kernels.inspection.accesses import (
-    KINDS,
-    Access,
-    count_accesses,
-    format_table,
-)
+from attention_kernels.inspection.accesses import KINDS, Access, count_accesses, format_table
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
 
 PATTERNS = Path(__file__).with_name("v01_patterns.cu").read_text("utf-8")
 
 
+LINES = PATTERNS.splitlines()
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """The recording, and what the kernel printed."""
+    """The accesses by the comment in their line, and what the kernel printed."""
     file = tmp_path_factory.mktemp("patterns") / "v01_patterns.cu"
     # Comments may be in any encoding.
     file.write_bytes(PATTERNS.replace("// v01 - access", "// v01 - caf\xe9").encode("latin-1"))
-    with contextlib.redirect_stderr(io.StringIO()) as printed:
-        return count_accesses(parse_header(file)), printed.getvalue()
-
-
-@pytest.fixture(scope="module")
-def recording(recorded):
-    return recorded[0]
-
-
-@pytest.fixture(scope="module")
-def patterns(recording):
     by_comment: dict[str, list[Access]] = {}
-    lines = PATTERNS.splitlines()
-    for access in recording:
-        comment = lines[access.lines[0] - 1].rpartition("//")[2].strip()
-        by_comment.setdefault(comment, []).append(access)
-    return by_comment
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        for access in count_accesses(parse_header(file)):
+            comment = LINES[access.lines[0] - 1].rpartition("//")[2].strip()
+            by_comment.setdefault(comment, []).append(access)
+    return by_comment, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def patterns(recorded):
+    return recorded[0]
 
 
 # Counts of two warps: requests, wavefronts, bank conflicts, ways of the worst conflict.
@@ -87,13 +79,24 @@ def test_shared_memory_conflicts_as_hardware_does(patterns, comment):
     assert (found.requests, found.wavefronts, found.conflicts, found.ways) == SHARED[comment]
 
 
-def test_an_access_is_reported_with_its_call_chain(patterns):
-    lines = PATTERNS.splitlines()
+def test_an_access_has_its_call_chain_its_width_and_the_address_of_each_lane(patterns):
     (called,) = patterns["called"]
-    assert [lines[n - 1].split()[0] for n in called.lines] == ["x", "return"]
+    assert [LINES[n - 1].split()[0] for n in called.lines] == ["x", "return"]
     assert called.source.startswith("x += helper(smem, 32 * lane)")
-    assert patterns["vectors"][0].bytes == 16
-    assert patterns["pairs in a column"][0].bytes == 8
+    widths = [
+        patterns[comment][0].bytes for comment in ("a column", "vectors", "pairs in a column")
+    ]
+    assert widths == [4, 16, 8]
+    lanes = range(32)
+    for comment, array, cost, offsets in (
+        ("a column", "dynamic", 32, [128 * lane for lane in lanes]),
+        ("store apart", "o", 32, [32 * lane for lane in lanes]),
+        ("eight lanes", "dynamic", 1, [4 * lane if lane < 8 else None for lane in lanes]),
+        ("some leave early", "dynamic", 1, [0] * 32),  # the first of equally costly requests
+    ):
+        at = patterns[comment][0].costliest
+        assert (at.block, at.warp, at.array, at.cost) == (0, 0, array, cost)
+        assert [*at.offsets] == offsets
 
 
 def test_global_memory_moves_in_sectors(patterns):
@@ -113,44 +116,27 @@ def test_global_memory_moves_in_sectors(patterns):
     assert patterns["a pair"][0].costliest.array == "q"  # contiguous inputs are separate tensors
 
 
-def test_atomics_are_counted(patterns):
-    for comment, *counts in (
-        ("an atomic each", "shared", 2, 0, 1, 0),
-        ("an atomic of four lanes", "shared", 8, 6, 4, 0),
-        ("an atomic apart", "global", 0, 0, 0, 64),
-    ):
-        (found,) = patterns[comment]
-        assert (found.kind, found.requests) == ("atomic", 2)
-        shared = found.wavefronts, found.conflicts, found.ways
-        assert [found.memory, *shared, found.sectors] == counts
-        assert f"{found.memory} atomic" in format_table([found])
+@pytest.mark.parametrize(
+    ("comment", "kind", "memory", "counts"),
+    [
+        ("an atomic each", "atomic", "shared", (2, 0, 1, 0)),
+        ("an atomic of four lanes", "atomic", "shared", (8, 6, 4, 0)),
+        ("an atomic apart", "atomic", "global", (0, 0, 0, 64)),
+        ("asynchronous", "load", "global", (0, 0, 0, 64)),
+        ("asynchronous", "store", "shared", (8, 0, 1, 0)),
+    ],
+)
+def test_atomics_and_asynchronous_copies_are_counted(patterns, comment, kind, memory, counts):
+    (found,) = (access for access in patterns[comment] if access.kind == kind)
+    assert (found.memory, found.requests) == (memory, 2)
+    assert (found.wavefronts, found.conflicts, found.ways, found.sectors) == counts
+    assert f"{memory} {kind}" in format_table([found])
 
 
 def test_printf_output_is_shown_and_not_counted(recorded):
-    line = next(n for n, line in enumerate(PATTERNS.splitlines(), 1) if "x is %g" in line)
+    line = next(n for n, line in enumerate(LINES, 1) if "x is %g" in line)
     place = f"block (0, 0, 0) thread (33, 0, 0) v01_patterns.cu:{line}: "
     assert sorted(recorded[1].splitlines()) == ["1\t2", f"{place}x is 1.5"]
-
-
-def test_a_request_records_the_address_of_each_lane(patterns):
-    def offsets(comment, cost):
-        (found,) = patterns[comment]
-        at = found.costliest
-        assert (at.block, at.warp, at.cost) == (0, 0, cost)
-        assert at.array == {"shared": "dynamic", "global": "o"}[found.memory]
-        return [*at.offsets]
-
-    assert offsets("a column", 32) == [128 * lane for lane in range(32)]
-    assert offsets("store apart", 32) == [32 * lane for lane in range(32)]
-    assert offsets("eight lanes", 1) == [*(4 * lane for lane in range(8)), *[None] * 24]
-    assert offsets("some leave early", 1) == [0] * 32  # the first of equally costly requests
-
-
-def test_an_asynchronous_copy_is_a_load_and_a_store_of_its_width(patterns):
-    load, store = sorted(patterns["asynchronous"], key=lambda access: access.kind)
-    assert (load.memory, load.bytes, load.requests, load.sectors) == ("global", 16, 2, 64)
-    assert (store.memory, store.bytes, store.requests) == ("shared", 16, 2)
-    assert (store.wavefronts, store.conflicts) == (8, 0)
 
 
 # By comment: kind, bytes, requests; sectors and the fewest of them, or None; wavefronts. Rows of
@@ -196,14 +182,6 @@ def counted(name):
     return count_accesses(ladder.versions()[name])
 
 
-def total(number):
-    """Return a version's shared loads: requests, conflicts, the most ways."""
-    accesses = counted(f"CUSTOM_CUDA_VERSION_{number}")
-    loads = [a for a in accesses if (a.memory, a.kind) == ("shared", "load")]
-    requests, conflicts = (sum(getattr(a, of) for a in loads) for of in ("requests", "conflicts"))
-    return requests, conflicts, max(a.ways for a in loads)
-
-
 @pytest.mark.slow
 def test_the_readme_shows_what_is_counted():
     readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
@@ -227,78 +205,56 @@ def test_wavefronts_are_the_profilers():
         assert sum(a.wavefronts for a in found) == wavefronts
 
 
-@pytest.mark.slow
-def test_the_ladder_changes_what_its_headers_say():
-    """Version 2 pads K, 12 swizzles and has a 4 x 4 tile, the second kernel of 17 starts early."""
-    requests, conflicts, ways = total(1)
-    assert ways == 32
-    assert conflicts > requests
-    assert total(2) == (requests, 0, 1)
-    assert 2 * total(12)[0] <= total(11)[0]
-    assert total(12)[1:] == total(17)[1:] == (0, 1)
+LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
+ENDLESS = "volatile float x = 0.0f; for (;;) x = 1.0f;", "float x = 0.0f;"
+
+
+def patterns_file(folder, new="", old=LAUNCH):
+    """Write the patterns, with something new after the beginning of launch(), or instead of old."""
+    source = PATTERNS.replace("#include", "#include <cstdlib>\n#include", 1)
+    source = source.replace(old, LAUNCH + new if old == LAUNCH else new)
+    (folder / "v01_patterns.cu").write_text(source.replace("x += none(smem);", ""))
+    return parse_header(folder / "v01_patterns.cu")
 
 
 @pytest.mark.slow
-def test_what_cannot_be_counted_is_refused_with_every_reason(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "case", "words"),
+    [
+        ([], {"head_dim": 128}, r"v01_patterns\.cu.*cudaErrorInvalidValue"),
+        (["return cudaSuccess;"], {}, "nothing to count: it launches no kernel, or exits before"),
+        (["std::exit(0);"], {}, "nothing to count: .* or exits before it does"),
+        (["std::exit(3);"], {}, "its launch ended with exit status 3"),
+        (["std::abort();"], {}, r"its launch was killed by SIGABRT \(after a failed assertion"),
+        ([], {"batch": 2**20, "seqlen": 2**19}, "no memory for the 140737488355328 bytes of q"),
+        (["float x = ;", "float x = 0.0f;"], {}, r"v01_patterns\.cu:\d+:\d+: error"),
+        (ENDLESS, {"timeout_s": 0.5}, r"its launch did not end in 0\.5 s"),
+    ],
+)
+def test_a_launch_without_results_is_an_error(change, case, words, tmp_path):
+    with pytest.raises((UnsupportedError, BuildError), match=words):
+        count_accesses(patterns_file(tmp_path, *change), **case)
+
+
+@pytest.mark.slow
+def test_an_endless_block_ends_in_its_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "0.5")
+    with pytest.raises(UnsupportedError, match=r"did not end in 0\.5 s, at v01_patterns\.cu:\d+"):
+        count_accesses(patterns_file(tmp_path, *ENDLESS))
+
+
+def test_what_cannot_be_counted_is_refused_with_every_reason():
     list_backends()
     versions = ladder.versions()
     with pytest.raises(UnsupportedError, match=r"head_dim 48.*seqlen 0 \(1 or more.*fragment"):
         count_accesses(versions["WMMA_FLASH_ATTENTION_2_VERSION_1"], head_dim=48, seqlen=0)
     with pytest.raises(UnsupportedError, match="host code"):
         count_accesses(versions["FLASH_ATTENTION_1_CPU"])
-    file = tmp_path / "v01_patterns.cu"
-    file.write_text(PATTERNS)
-    with pytest.raises(UnsupportedError, match=r"v01_patterns\.cu.*cudaErrorInvalidValue"):
-        count_accesses(parse_header(file), head_dim=128)
-    file.write_text(PATTERNS.replace("float x = 0.0f;", "float x = ;"))
-    with pytest.raises(BuildError, match=r"v01_patterns\.cu:\d+:\d+: error"):
-        count_accesses(parse_header(file))
-
-
-LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("does", "case", "words"),
-    [
-        ("return cudaSuccess;", {}, "nothing to count: it launches no kernel"),
-        ("std::exit(0);", {}, "nothing to count: .* or exits before it does"),
-        ("std::exit(3);", {}, "its launch ended with exit status 3"),
-        ("std::abort();", {}, r"its launch was killed by SIGABRT \(after a failed assertion"),
-        ("", {"batch": 2**20, "seqlen": 2**19}, "no memory for the 140737488355328 bytes of q"),
-    ],
-)
-def test_a_launch_without_results_is_an_error(does, case, words, tmp_path):
-    file = tmp_path / "v01_patterns.cu"
-    source = PATTERNS.replace("#include", "#include <cstdlib>\n#include", 1)
-    file.write_text(source.replace(LAUNCH, LAUNCH + does))
-    with pytest.raises(UnsupportedError, match=words):
-        count_accesses(parse_header(file), **case)
-
-
-ENDLESS = PATTERNS.replace(
-    "float x = 0.0f;", "volatile float x = 0.0f; for (;;) x = 1.0f;"
-).replace("x += none(smem);", "")
-
-
-@pytest.mark.slow
-def test_an_endless_block_ends_in_its_time(tmp_path, monkeypatch):
-    file = tmp_path / "v01_patterns.cu"
-    file.write_text(ENDLESS)
-    monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "0.5")
-    with pytest.raises(UnsupportedError, match=r"did not end in 0\.5 s, at v01_patterns\.cu:\d+"):
-        count_accesses(parse_header(file))
-    monkeypatch.delenv("ATTENTION_EMULATOR_TIMEOUT")
-    with pytest.raises(UnsupportedError, match=r"its launch did not end in 0\.5 s"):
-        count_accesses(parse_header(file), timeout_s=0.5)
 
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_no_process_and_no_folder(tmp_path):
-    file = tmp_path / "v01_patterns.cu"
-    file.write_text(ENDLESS)
-    temporary = tmp_path / "temporary"
+    file, temporary = patterns_file(tmp_path, *ENDLESS).path, tmp_path / "temporary"
     temporary.mkdir()
     program = (
         "import sys; from pathlib import Path\n"
@@ -306,31 +262,23 @@ def test_a_killed_process_leaves_no_process_and_no_folder(tmp_path):
         "from attention_kernels.ladder.header import parse_header\n"
         "count_accesses(parse_header(Path(sys.argv[1])))"
     )
-    command = [sys.executable, "-c", program, str(file)]
 
-    def recorders() -> list[Path]:
-        """Return the recorders that the child has started."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # the process has ended or is another user's
-                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == running.pid and "accesses-" in os.readlink(process / "exe"):
-                    found.append(process)
-        return found
-
-    def has_ended(process: Path) -> bool:
+    def runs(process: str) -> bool:
+        """Return whether a process is a recorder."""
         try:
-            return "accesses-" not in os.readlink(process / "exe")
-        except OSError:
-            return True
+            return "accesses-" in os.readlink(f"/proc/{process}/exe")
+        except OSError:  # it has ended, or is another user's
+            return False
 
-    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(temporary)}) as running:
-        while not (started := recorders()):
+    command, environment = [sys.executable, "-c", program, str(file)], {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, env=os.environ | environment) as running:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        while not (started := [*filter(runs, children.read_text().split())]):
             assert running.poll() is None
             time.sleep(0.05)
         running.kill()
     assert list(temporary.iterdir()) == []
     deadline = time.monotonic() + 60
-    while not all(map(has_ended, started)) and time.monotonic() < deadline:
+    while any(map(runs, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert all(map(has_ended, started))
+    assert not any(map(runs, started))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-import pytest
 
 from attention_kernels import ladder, list_backends
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection.sass.stalls import StalledInstruction, StalledLine, Stalls
+from attention_kernels.inspection.sass.explain import StalledInstruction, StalledLine, Stalls
 from gpt2_infer.bench import prediction
 from gpt2_infer.bench.prediction import Predictions, predict_version, stalls_of
 from gpt2_infer.bench.record import KernelCell, Row
@@ -21,51 +21,34 @@ from tests.gpt2_infer.cli.test_predict import FOUND
 NAME = "CUSTOM_CUDA_VERSION_12"
 
 
-@pytest.fixture
-def version():
+def test_each_version_is_predicted_in_its_own_dtype_with_its_stalls_or_the_reason(monkeypatch):
     list_backends()
-    return ladder.versions()[NAME]
-
-
-def test_each_version_is_predicted_in_its_own_dtype(monkeypatch):
-    subject = Predictions(PredictionStudy(family="fa1", seqlens=[64, 128]))
-    assert [(cell.dtype, cell.seqlen) for cell in subject.cells] == [
-        ("float16", 64),
-        ("float16", 128),
-        ("float64", 64),
-        ("float64", 128),
-    ]
-    rows = [
-        Row(contender=name, cell={"seqlen": 64, "dtype": dtype}, metric="m", unit="us")
-        for name, dtype in (("a", "float16"), ("b", "float64"))
-    ]
-    monkeypatch.setattr("msgspec.to_builtins", lambda cell: {"seqlen": 64, "dtype": cell.dtype})
-    monkeypatch.setattr(Predictions, "_rows", rows)
-    assert [one.row.contender for one in subject.contenders(subject.cells[2])] == ["b"]
-
-
-def test_stalls_are_recorded_with_a_prediction(monkeypatch, version):
     line = StalledLine(
         7, 0.8, {"wait": 1.0}, [3], {5: 0.5}, [StalledInstruction(0, 16, "BRA", 0.7, "wait")], 1
     )
-    found = Stalls("H200 SXM", 90.0, 0.25, {"wait": 1.0}, ["a"], [line])
-    explained = dataclasses.replace(FOUND, stalls=found)
-    monkeypatch.setattr(prediction, "predict", lambda *_, lines: [explained] if lines else [])
-    (row,) = predict_version(NAME, version, [KernelCell(1024)], gpu="h200", lines=True)
-    row = msgspec.json.decode(msgspec.json.encode(row), type=Row)
-    assert (row.samples, row.extra["bound"]) == ([90.0], "shared memory")
-    assert stalls_of(row) == found
+    stalls = Stalls("H200 SXM", 90.0, 0.25, {"wait": 1.0}, ["a"], [line])
+
+    def predict(version, gpu, *, seqlen, lines, **shape):
+        if shape["num_heads"] != 12:
+            raise UnsupportedError("A", ["not this"])
+        return dataclasses.replace(FOUND, stalls=stalls) if lines else FOUND
+
+    monkeypatch.setattr(prediction, "predict", predict)
+    monkeypatch.setattr(prediction, "ProcessPoolExecutor", ThreadPoolExecutor)
     subject = Predictions(StallStudy(family="fa1"))
-    assert [cell.seqlen for cell in subject.cells] == [1024, 1024]
-    assert subject.lines
-
-
-def test_a_version_that_cannot_be_predicted_has_the_reason(monkeypatch, version):
-    def refuse(*_, **__):
-        raise UnsupportedError("A", ["not this"])
-
-    monkeypatch.setattr(prediction, "predict", refuse)
-    (row,) = predict_version(NAME, version, [KernelCell(1024)], gpu="h200")
+    assert [(cell.dtype, cell.seqlen) for cell in subject.cells] == [
+        ("float16", 1024),
+        ("float64", 1024),
+    ]
+    (found,) = (one.row for one in subject.contenders(subject.cells[1]))
+    row = msgspec.json.decode(msgspec.json.encode(found), type=Row)
+    assert row.contender == "FLASH_ATTENTION_1_FP64"
+    assert (row.samples, row.extra["bound"]) == ([90.0], "shared memory")
+    assert stalls_of(row) == stalls
+    lengths = Predictions(PredictionStudy(family="fp32", seqlens=[64, 128])).cells
+    assert [cell.seqlen for cell in lengths] == [64, 128]
+    version = ladder.versions()[NAME]
+    row = predict_version(NAME, version, KernelCell(1024, num_heads=1), gpu="h200")
     assert (row.status, row.samples, stalls_of(row)) == ("refused", [], None)
     assert "not this" in row.reason
     (table,) = tables.tables("FILE", file_of("stalls", [row], settings={"gpu": "H200 SXM"}))

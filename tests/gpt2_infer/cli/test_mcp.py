@@ -51,7 +51,7 @@ def test_an_unknown_argument_is_refused_by_name():
             tools.checked(function, required.get(name, {"name": "x"}) | {"bogus": 1})
     for wrong, words in (
         ({"seqlens": [64, 0]}, r"Expected `int` >= 1 - at `\$.seqlens\[1\]`"),
-        ({"grid": [1, 2]}, "length 3"),
+        ({"launch": {"kernel": "k", "grid": [1, 2], "block": [1, 1, 1]}}, "length 3"),
         ({"dtype": "int8"}, "Invalid enum value 'int8'"),
     ):
         with pytest.raises(tools.ToolError, match=words):

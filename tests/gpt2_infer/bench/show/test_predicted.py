@@ -54,7 +54,7 @@ def test_a_version_without_stalls_in_the_results_is_explained(monkeypatch):
     cell = KernelCell(1024, head_dim=32)
     predicted = prediction_row(NAME, cell, digest, samples=[60.0])
     explained = prediction_row(NAME, cell, digest, samples=[61.0], stalls={})
-    monkeypatch.setattr(report, "predict_version", lambda *_, **__: [explained])
+    monkeypatch.setattr(report, "predict_version", lambda *_, **__: explained)
     predictions = file_of("prediction", [predicted], settings={"gpu": "H200 SXM"})
     kernel, shape = Kernel(NAME, version, 32, None), Shape(seqlen=128)
     assert _predicted(kernel, "h200", shape, [predictions], makes=True) is explained
