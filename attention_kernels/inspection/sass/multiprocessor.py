@@ -3,9 +3,9 @@
 It issues the instructions that execute.py recorded, cycle by cycle, with the stalls and scoreboards
 that nvcc encoded in them. docs/prediction.md says what is left out.
 
-If a Watch is given, it records in every cycle why each warp does not issue. The reasons are Nsight
-Compute's (`smsp__pcsamp_warps_issue_stalled_*`). As in its samples, a stall belongs to the
-instruction that the warp issues next: a warp at a barrier stalls at the instruction behind it.
+It can also record in every cycle why each warp does not issue. The reasons are Nsight Compute's
+(`smsp__pcsamp_warps_issue_stalled_*`). As in its samples, a stall belongs to the instruction that
+the warp issues next: a warp at a barrier stalls at the instruction behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.asynchronous import is_numbered
@@ -82,35 +82,8 @@ class Stall(NamedTuple):
     """Index of the instruction whose result is awaited, or of the barrier, otherwise `place`."""
 
 
-class Watch:
-    """The warp-cycles of a simulation by stall: every cycle of every warp is in one of them."""
-
-    def __init__(self) -> None:
-        self.cycles: defaultdict[Stall, float] = defaultdict(float)
-        self._until: defaultdict[int, float] = defaultdict(float)
-        self._producers: dict[tuple[int, int], tuple[float, int, str]] = {}
-
-    def add(
-        self, warp: int, until: float, index: int, reason: str, cause: int | None = None
-    ) -> None:
-        """Record what a warp does from the end of its last record until a time."""
-        if until > self._until[warp]:
-            stall = Stall(index, reason, index if cause is None else cause)
-            self.cycles[stall] += until - self._until[warp]
-            self._until[warp] = until
-
-    def sets(self, warp: int, board: int, when: float, index: int, reason: str) -> None:
-        """Record the time at which an instruction releases a scoreboard; the latest counts."""
-        before = self._producers.get((warp, board), (0.0, 0, SHORT))
-        self._producers[warp, board] = max((when, index, reason), before)
-
-    def waits(self, warp: int, boards: Iterable[int], index: int) -> None:
-        """Record that an instruction waits for scoreboards; the last one counts."""
-        found = [self._producers[warp, x] for x in boards if (warp, x) in self._producers]
-        if found:
-            when, cause, reason = max(found)
-            self.add(warp, when, index, reason, cause)
-
+Stalls: TypeAlias = defaultdict[Stall, float]
+"""Cycles of warps, summed by what the warps waited for."""
 
 # ---- The simulation ------------------------------------------------------------------------------
 
@@ -196,8 +169,10 @@ class _Warp:
     """Position of the next instruction in the stream."""
     issued: float = 0.0
     """When it issued the last instruction."""
-    boards: list[float] = field(default_factory=lambda: [0.0] * 6)
-    """When each of its scoreboards is released."""
+    boards: list[tuple[float, int, str]] = field(default_factory=lambda: [(0.0, 0, SHORT)] * 6)
+    """When each of its scoreboards is released, by which instruction, and the reason to wait."""
+    watched: float = 0.0
+    """The time up to which its stalls have been recorded."""
     copies: list[float] = field(default_factory=list)
     """When its groups of asynchronous copies (cp.async) arrive."""
     copied: int = 0
@@ -205,8 +180,8 @@ class _Warp:
 
     @property
     def index(self) -> int:
-        """The index of the next instruction."""
-        return self.stream[self.at][0]
+        """The index of the next instruction, or of the last if the warp has ended."""
+        return self.stream[min(self.at, len(self.stream) - 1)][0]
 
 
 class Multiprocessor:
@@ -231,14 +206,15 @@ class Multiprocessor:
         self.l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
 
     def run(
-        self, works: Sequence[Work], most: float = math.inf, watch: Watch | None = None
+        self, works: Sequence[Work], most: float = math.inf, stalls: Stalls | None = None
     ) -> tuple[float, list[int]]:
         """Return the cycles in which blocks are executed, and each one's number of instructions.
 
-        most: instructions after which the simulation stops. watch: records why each warp does not
-        issue, until all have ended.
+        most: instructions after which the simulation stops. stalls: records why warps do not issue,
+        until all have ended.
         """
-        self._start(works, most, watch)
+        self._start(works, most)
+        self.stalls = stalls
         issued = 0
         while issued < most:
             turns = [
@@ -253,17 +229,14 @@ class Multiprocessor:
             if warp := self._select(scheduler, now):
                 self._issue(warp, scheduler, now)
                 issued += 1
-        for warp in self.warps if watch else ():
-            latest = warp.stream[warp.at - 1][0]
+        for warp in self.warps:
+            latest, reason = warp.stream[warp.at - 1][0], EXITED
             if warp.at < len(warp.stream):  # part of what it waits for is missing
                 reason = _AWAITING.get(self.code[latest].base, WAIT)
-                self._watch(warp, self.end, reason, latest)
-            elif watch:
-                watch.add(warp.number, self.end, latest, EXITED)
+            self._watch(warp, self.end, reason, latest)
         return self.end, [block.issued for block in self.blocks]
 
-    def _start(self, works: Sequence[Work], most: float, watch: Watch | None) -> None:
-        self.watch = watch
+    def _start(self, works: Sequence[Work], most: float) -> None:
         # When the load-store unit, L2 and the tensor cores have served all requests so far.
         self.shared = self.l2 = self.products = 0.0
         self.end = 0.0
@@ -287,9 +260,15 @@ class Multiprocessor:
                 self.schedulers[warp.number % SCHEDULERS].pending.append((0.0, warp.number))
 
     def _watch(self, warp: _Warp, until: float, reason: str, cause: int | None = None) -> None:
-        """Record why a warp does not issue its next instruction."""
-        if self.watch:
-            self.watch.add(warp.number, until, warp.index, reason, cause)
+        """Record why a warp does not issue its next instruction until a time.
+
+        cause: the instruction for which it waits, if that is another one.
+        """
+        if self.stalls is not None and until > warp.watched:
+            index = warp.index
+            stall = Stall(index, reason, index if cause is None else cause)
+            self.stalls[stall] += until - warp.watched
+            warp.watched = until
 
     def _select(self, scheduler: _Scheduler, now: float) -> _Warp | None:
         """Return the warp that issues; if none can, set when the scheduler tries again."""
@@ -297,27 +276,23 @@ class Multiprocessor:
         while pending and pending[0][0] <= now:
             ready.append(heapq.heappop(pending)[1])
         ready.sort()
-        order = [scheduler.last, *ready] if scheduler.last in ready else ready
-        soonest = math.inf
+        order = [scheduler.last, *ready] if scheduler.last in ready else [*ready]
+        selected, soonest = None, math.inf
         for number in order:
             possible, _ = self._possible(self.warps[number], scheduler, now)
             if possible <= now:
+                selected = self.warps[number]
+                ready.remove(number)
+                scheduler.last, scheduler.free = number, now + 1
                 break
             soonest = min(soonest, possible)
         else:
             scheduler.free = min(soonest, pending[0][0]) if pending else soonest
-            for number in ready if self.watch else ():
-                warp, is_first = self.warps[number], number == order[0]
-                _, why = self._possible(warp, scheduler, now, is_first=is_first)
-                self._watch(warp, scheduler.free, why)
-            return None
-        ready.remove(number)
-        for other in ready if self.watch else ():
-            warp = self.warps[other]
-            _, why = self._possible(warp, scheduler, now, is_first=False)
-            self._watch(warp, now + 1, why)
-        scheduler.last = number
-        return self.warps[number]
+        for number in ready if self.stalls is not None else ():
+            is_first = selected is None and number == order[0]
+            _, why = self._possible(self.warps[number], scheduler, now, is_first=is_first)
+            self._watch(self.warps[number], scheduler.free, why)
+        return selected
 
     def _possible(
         self, warp: _Warp, scheduler: _Scheduler, now: float, *, is_first: bool = True
@@ -353,18 +328,19 @@ class Multiprocessor:
                 scheduler.banks[bank] = max(scheduler.banks[bank], now) + count
         block.issued += 1
         warp.issued = now
-        scheduler.free = now + 1
         scheduler.pipes[pipe] = now + self.busy[pipe]
         if pipe == "multiply":
             scheduler.pipes["fma"] = max(scheduler.pipes["fma"], now + 1)
         read, served, done = self._serve(one, pipe, scheduler, now, *request)
-        for board, when in ((one.writes, done), (one.reads, read)):
-            if board < 6:
-                warp.boards[board] = max(warp.boards[board], when)
-                if self.watch:
-                    reason = LONG if pipe == "global" else SHORT
-                    self.watch.sets(warp.number, board, when, index, reason)
+        reason = LONG if pipe == "global" else SHORT
+        self._release(warp, one.writes, (done, index, reason))
+        self._release(warp, one.reads, (read, index, reason))
         self._advance(warp, one, now, served, done)
+
+    def _release(self, warp: _Warp, board: int, result: tuple[float, int, str]) -> None:
+        """Release a scoreboard when the last result for it is there."""
+        if board < len(warp.boards):
+            warp.boards[board] = max(warp.boards[board], result)
 
     def _advance(
         self, warp: _Warp, one: Instruction, now: float, served: float, done: float
@@ -379,8 +355,7 @@ class Multiprocessor:
         elif one.base == "DEPBAR" and warp.copies:  # the latest copies may still be in flight
             next_at = max(next_at, *warp.copies[: max(1, len(warp.copies) // 2)])
             warp.copies.clear()
-            if warp.at < len(warp.stream):
-                self._watch(warp, next_at, LONG, warp.copied)
+            self._watch(warp, next_at, LONG, warp.copied)
         event = block.work.events.signals.get(place)
         if event and block.contribute(event, served, index):
             if one.base == "HGMMA":
@@ -452,11 +427,11 @@ class Multiprocessor:
         if arrives > when:
             when = arrives
             self._watch(warp, when, FETCH)
-        for board in one.waits:
-            when = max(when, warp.boards[board])
+        if one.waits:
+            released, cause, reason = max(warp.boards[board] for board in one.waits)
+            self._watch(warp, released, reason, cause)
+            when = max(when, released)
         heapq.heappush(scheduler.pending, (when, warp.number))
-        if self.watch:
-            self.watch.waits(warp.number, one.waits, warp.index)
 
     def _resume(self, block: _Block, event: Event) -> None:
         """Wake the warps of a block that wait for an event, which is complete."""
@@ -465,11 +440,9 @@ class Multiprocessor:
             one = self.code[latest]
             when = max(next_at, block.when[event] + (_BARRIER if one.base == "BAR" else 0))
             self._watch(warp, when, _AWAITING.get(one.base, WAIT), block.cause.get(event, 0))
-            if one.base == "SYNCS" and one.writes < 6:  # whether the phase is complete is a result
+            if one.base == "SYNCS":  # whether the phase is complete is a result
                 result = block.when[event] + self.gpu.shared_latency
-                warp.boards[one.writes] = max(warp.boards[one.writes], result)
-                if self.watch:
-                    self.watch.sets(warp.number, one.writes, result, latest, SHORT)
+                self._release(warp, one.writes, (result, latest, SHORT))
             self._wake(warp, when)
 
     def _open(self, block: _Block) -> None:
@@ -507,8 +480,8 @@ class Multiprocessor:
         cycles, issued = self.run([work] * count, most)
         return [cycles / one for one in issued]
 
-    def observe(self, works: Sequence[Work], count: int, mean: float, watch: Watch) -> None:
-        """Record the stalls of `count` blocks of about `mean` instructions that run at once.
+    def observe(self, works: Sequence[Work], count: int, mean: float) -> Stalls:
+        """Return the stalls of `count` blocks of about `mean` instructions that run at once.
 
         They start at different points, and each is followed by another block until all of a block
         has been executed: beginnings and ends count as often as they occur.
@@ -521,7 +494,9 @@ class Multiprocessor:
             start = work.parts[len(work.parts) * number // count]
             warps = [warp[at:] + warp[:at] for warp, at in zip(work.warps, start, strict=True)]
             blocks.append(dataclasses.replace(work, warps=warps))
-        self.run(blocks, watch=watch)
+        stalls: Stalls = defaultdict(float)
+        self.run(blocks, stalls=stalls)
+        return stalls
 
 
 def _by_length(works: Sequence[Work]) -> list[Work]:

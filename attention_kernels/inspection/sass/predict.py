@@ -29,7 +29,7 @@ from attention_kernels.inspection.sass.multiprocessor import (
     SCHEDULERS,
     SECTOR,
     Multiprocessor,
-    Watch,
+    Stall,
 )
 from attention_kernels.inspection.sass.work import Line, line_of
 from attention_kernels.ladder.header import VersionHeader
@@ -152,26 +152,23 @@ def _predict_call(
     """Predict launches, given how often each occurs; cubin: explain the stalls with its lines."""
     each, explained = [], []
     for launch, count in counted.items():
-        watch = Watch() if cubin else None
-        one = _predict_launch(program, launch, min_bytes, watch)
+        one, stalls = _predict_launch(program, launch, min_bytes, observes=cubin is not None)
         each.append((count, one))
-        if watch:
-            explained.append((launch, count * (one.time_us - one.launch_us), watch.cycles))
+        explained.append((launch, count * (one.time_us - one.launch_us), stalls))
     found = _sum(each)
     if cubin:
-        stalls = explain(program, cubin, explained, found.time_us)
-        found = dataclasses.replace(found, stalls=stalls)
+        lines = explain(program, cubin, explained, found.time_us)
+        found = dataclasses.replace(found, stalls=lines)
     return found
 
 
 def _predict_launch(
-    program: Program, launch: Launch, min_bytes: float, watch: Watch | None
-) -> Prediction:
-    """Predict one launch.
+    program: Program, launch: Launch, min_bytes: float, *, observes: bool
+) -> tuple[Prediction, dict[Stall, float]]:
+    """Predict one launch; observes: also return the stalls on a full multiprocessor.
 
-    min_bytes: bytes that have to pass between the GPU and its memory; 0 if unknown. watch: records
-    the stalls on a multiprocessor with all of its blocks. Raises UnsupportedError if no block fits
-    on the GPU.
+    min_bytes: bytes that have to pass between the GPU and its memory; 0 if unknown. Raises
+    UnsupportedError if no block fits on the GPU.
     """
     gpu, code = program.gpu, program.code[launch.symbol]
     line = line_of(program, launch)
@@ -195,6 +192,7 @@ def _predict_launch(
     cold = line.inputs * min(1.0, max(at_once, from_memory))
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     end = equal = 0.0
+    stalls: dict[Stall, float] = {}
     if line.works:
         # No multiprocessor gets more blocks than if all are shared out equally.
         fits = min(room, -(-line.busy // gpu.multiprocessors))
@@ -205,9 +203,9 @@ def _predict_launch(
         )
         alone, extra = one.alone(line.works)
         paces = full.together(line.works, fits) if fits > 1 else [alone]
-        if watch:
+        if observes:
             mean = total["issue"] / line.busy
-            Multiprocessor(gpu, code, miss).observe(line.works, fits, mean, watch)
+            stalls = Multiprocessor(gpu, code, miss).observe(line.works, fits, mean)
         end, equal = finish(line, gpu, alone, paces, extra)
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
     hertz = gpu.clock_at(products / max(end, products, 1.0)) * 1e3  # cycles per microsecond
@@ -215,7 +213,7 @@ def _predict_launch(
     busiest = max(needs.values())
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
-    return Prediction(
+    found = Prediction(
         version=program.label,
         gpu=gpu.name,
         seqlen=0,
@@ -230,6 +228,7 @@ def _predict_launch(
         store_wavefronts=round(total["stores"]),
         assumed=tuple(assumed),
     )
+    return found, stalls
 
 
 def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:

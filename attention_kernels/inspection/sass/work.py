@@ -221,14 +221,11 @@ class Line:
 
     def totals(self) -> defaultdict[str, float]:
         """Return the counts of the whole grid."""
-        times = self.alike * self.repeats
-        return defaultdict(
-            float,
-            {
-                name: times * sum(self.value(position, name) for position in range(self.length))
-                for name in {*itertools.chain(*self.samples.values())}
-            },
-        )
+        found: defaultdict[str, float] = defaultdict(float)
+        for name in {*itertools.chain(*self.samples.values())}:
+            once = sum(self.value(position, name) for position in range(self.length))
+            found[name] = self.alike * self.repeats * once
+        return found
 
     @property
     def busy(self) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import struct
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from attention_kernels.inspection.sass import decode, execute, work
 from attention_kernels.inspection.sass.decode import SassError
-from attention_kernels.inspection.sass.multiprocessor import Multiprocessor, Watch
+from attention_kernels.inspection.sass.multiprocessor import Multiprocessor
 from attention_kernels.inspection.sass.state import Blocks
 from tests.attention_kernels.inspection.sass.common import H200
 
@@ -106,8 +107,8 @@ def test_a_block_takes_the_time_of_the_slowest_unit(done):
 
 def test_waits_have_the_profilers_reasons(done):
     blocks, one = done
-    watch = Watch()
-    Multiprocessor(H200, blocks.code, 1000.0).run([one], watch=watch)
-    causes = {(stall.reason, blocks.code[stall.cause].base) for stall in watch.cycles}
+    stalls = defaultdict(float)
+    Multiprocessor(H200, blocks.code, 1000.0).run([one], stalls=stalls)
+    causes = {(stall.reason, blocks.code[stall.cause].base) for stall in stalls}
     assert {"long scoreboard", "gmma", "barrier"} <= {reason for reason, _ in causes}
     assert causes & {("long scoreboard", "UTMALDG"), ("long scoreboard", "UBLKCP")}

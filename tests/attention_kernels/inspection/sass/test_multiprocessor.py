@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
 from attention_kernels.inspection.sass import multiprocessor
 from attention_kernels.inspection.sass.decode import Instruction
-from attention_kernels.inspection.sass.multiprocessor import Multiprocessor, Stall, Watch
+from attention_kernels.inspection.sass.multiprocessor import Multiprocessor, Stall
 from attention_kernels.inspection.sass.work import Work
 from tests.attention_kernels.inspection.sass.common import H200
 
@@ -42,10 +42,14 @@ def in_order(code, wavefronts=0, lines=0, misses=0):
 
 def watched(code, warps, blocks=1):
     """Return the cycles, and the warp-cycles by stall, of blocks of the given warps."""
-    one, works, watch = Multiprocessor(H200, code, 500.0), [work_of(*warps)] * blocks, Watch()
-    cycles, _ = found = one.run(works, watch=watch)
+    one, works, stalls = (
+        Multiprocessor(H200, code, 500.0),
+        [work_of(*warps)] * blocks,
+        defaultdict(float),
+    )
+    cycles, _ = found = one.run(works, stalls=stalls)
     assert found == one.run(works)
-    return cycles, watch.cycles
+    return cycles, stalls
 
 
 def by_reason(found):
@@ -92,9 +96,8 @@ def test_the_ends_of_blocks_are_observed_as_often_as_their_loops():
     code = [USE, SHARED]
     warp = in_order(code) * 50
     work = dataclasses.replace(work_of(*[warp] * 8), parts=[[0] * 8] * 4 + [[50] * 8] * 4)
-    watch = Watch()
-    Multiprocessor(H200, code, 0.0).observe([work], 2, 800.0, watch)
-    issued = {stall.place: n for stall, n in watch.cycles.items() if stall.reason == "selected"}
+    stalls = Multiprocessor(H200, code, 0.0).observe([work], 2, 800.0)
+    issued = {stall.place: n for stall, n in stalls.items() if stall.reason == "selected"}
     assert issued == {0: 2 * 8 * 50, 1: 2 * 8 * 50}
 
 
