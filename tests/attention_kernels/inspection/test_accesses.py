@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,10 @@ PATTERNS = Path(__file__).with_name("v01_patterns.cu").read_text("utf-8")
 LINES = PATTERNS.splitlines()
 
 
+def comment_of(line):
+    return re.sub(r" [\d/]+$", "", line.rpartition("//")[2].strip())
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """The accesses by the comment in their line, and what the kernel printed."""
@@ -34,8 +39,7 @@ def recorded(tmp_path_factory):
     by_comment: dict[str, list[Access]] = {}
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         for access in count_accesses(parse_header(file)):
-            comment = LINES[access.lines[0] - 1].rpartition("//")[2].strip()
-            by_comment.setdefault(comment, []).append(access)
+            by_comment.setdefault(comment_of(LINES[access.lines[0] - 1]), []).append(access)
     return by_comment, printed.getvalue()
 
 
@@ -44,32 +48,14 @@ def patterns(recorded):
     return recorded[0]
 
 
-# Counts of two warps: requests, wavefronts, bank conflicts, ways of the worst conflict.
-SHARED = {
-    "fill": (128, 128, 0, 1),
-    "in order": (2, 2, 0, 1),
-    "broadcast": (2, 2, 0, 1),
-    "every second": (2, 4, 2, 2),
-    "a column": (2, 64, 62, 32),
-    "a padded column": (2, 2, 0, 1),
-    "half a column twice": (2, 32, 30, 16),
-    "one of four": (2, 8, 6, 4),
-    "vectors": (2, 8, 0, 1),
-    "vectors in a column": (2, 64, 2 * 4 * 7, 8),
-    "pairs in a column": (2, 64, 2 * 2 * 15, 16),
-    "vectors of neighbours": (2, 4, 0, 1),
-    "two by two": (2, 4, 0, 1),
-    "vectors of four": (2, 4, 0, 1),
-    "pairs of neighbours": (2, 2, 0, 1),
-    "vectors of both halves": (2, 8, 0, 1),
-    "called": (2, 64, 62, 32),
-    "static": (2, 2, 0, 1),
-    "static column": (2, 4, 2, 2),
-    "some leave early": (2 * 3 * 32, 192, 0, 1),
-    "all again": (6, 6, 0, 1),
-    "eight lanes": (2, 2, 0, 1),
-    "the others": (2, 48, 2 * 23, 24),
-}
+def counts_in(name):
+    """Return the counts in the comments of a file, by the words before them."""
+    text = Path(__file__).with_name(name).read_text("utf-8")
+    found = re.findall(r"// (.+) (\d+(?:/\d+)+)$", text, re.M)
+    return {comment: tuple(map(int, counts.split("/"))) for comment, counts in found}
+
+
+SHARED = counts_in("v01_patterns.cu")
 
 
 @pytest.mark.parametrize("comment", SHARED)
@@ -139,38 +125,24 @@ def test_printf_output_is_shown_and_not_counted(recorded):
     assert sorted(recorded[1].splitlines()) == ["1\t2", f"{place}x is 1.5"]
 
 
-# By comment: kind, bytes, requests; sectors and the fewest of them, or None; wavefronts. Rows of
-# 128 bytes are 4 sectors; rows of 16 bytes fill half of one.
-TILES = {
-    "all rows": ("TMA load", 8192, 1, (256, 256), 64),
-    "eight rows": ("TMA load", 8192, 1, (32, 32), 64),  # the other 56 are past the end
-    "narrow": ("TMA load", 1024, 1, (64, 32), 8),
-    "contiguous": ("TMA load", 256, 1, (8, 8), 2),
-    "stored": ("TMA store", 8192, 1, (32, 32), 64),
-    "A and B": ("wgmma", 4096, 4, None, 4 * 32),  # 64 x 16 of 16 bits each
-    "B": ("wgmma", 2048, 1, None, 16),
-}
-
-
 def test_copies_by_tma_and_products_are_counted():
     file = Path(__file__).with_name("v02_tiles.cu")
     lines = file.read_text("utf-8").splitlines()
     found = {}
     for access in count_accesses(parse_header(file), seqlen=72):
-        comment = lines[access.lines[0] - 1].rpartition("//")[2].strip()
-        found.setdefault(comment, {})[access.memory] = access
-    for comment, (kind, size, requests, sectors, wavefronts) in TILES.items():
+        found.setdefault(comment_of(lines[access.lines[0] - 1]), {})[access.memory] = access
+    for comment, (size, requests, wavefronts, *sectors) in counts_in(file.name).items():
         accesses = found.pop(comment)
-        assert {a.kind for a in accesses.values()} == {kind}
-        assert {(a.bytes, a.requests) for a in accesses.values()} == {(size, requests)}
+        kind = {"A and B": "wgmma", "B": "wgmma", "stored": "TMA store"}.get(comment, "TMA load")
+        assert {(a.kind, a.bytes, a.requests) for a in accesses.values()} == {
+            (kind, size, requests)
+        }
         shared = accesses["shared"]
         assert (shared.wavefronts, shared.conflicts) == (wavefronts, 0), comment
-        if sectors is None:
-            assert "global" not in accesses
-        else:
-            moved = accesses["global"]
-            assert (moved.sectors, moved.fewest_sectors) == sectors, comment
+        assert ("global" in accesses) == (kind != "wgmma")
+        if moved := accesses.get("global"):
             array = {"stored": "o", "contiguous": "k"}.get(comment, "q")
+            assert [moved.sectors, moved.fewest_sectors] == sectors, comment
             assert moved.costliest.array == array
     assert not {a.kind for rest in found.values() for a in rest.values()} & {*KINDS[3:]}
 

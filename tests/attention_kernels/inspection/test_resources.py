@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,72 +25,33 @@ def needs_nvcc(test):
     return pytest.mark.slow(pytest.mark.skipif(missing, reason="needs nvcc")(test))
 
 
-def alike(one: header.VersionHeader) -> tuple[object, ...]:
-    """Return the first architecture that a build supports, and what else decides its flags."""
-    arch = next(a for a in resources.ARCHS if one.compiles_for(a))
-    return arch, one.dtype, one.layout, one.role, one.flags
+def builds() -> Iterator[Any]:
+    """Yield all builds with an architecture: later ones for the last of each ladder.
 
-
-def parts() -> Iterator[Any]:
-    """Yield all builds, up to four with equal flags at a time.
-
-    All but the last one of a ladder's last version, which the test below compiles. All older ones
-    and those for later architectures take nvcc a minute, so they wait for a GPU's machine, which
-    has more cores.
+    All older ones and those for later architectures take nvcc a minute, so they wait for a GPU's
+    machine, which has more cores.
     """
-
-    def waits(one: header.VersionHeader) -> bool:
-        return one.path in older or alike(one)[0] != resources.ARCHS[0]
-
-    def kind(one: header.VersionHeader) -> tuple[object, ...]:
-        return waits(one), *alike(one)
-
     older = {ladder.versions()[name].path for name in OLDER}
-    of_each = (version.builds() for version in VERSIONS)
-    builds = [one for b in of_each for one in (b[:-1] if b[-1] in LAST else b)]
-    for _, group in itertools.groupby(sorted(builds, key=kind), kind):
-        some = [*group]
-        marks = [pytest.mark.gpu] * waits(some[0])
-        for four in (some[at : at + 4] for at in range(0, len(some), 4)):
-            yield pytest.param(four, marks=marks, id="-".join(one.op for one in four))
+    for one in (build for version in VERSIONS for build in version.builds()):
+        arch = next(a for a in resources.ARCHS if one.compiles_for(a))
+        waits = one not in LAST and (one.path in older or arch != resources.ARCHS[0])
+        if one in LAST:  # 120 has the least shared memory
+            arch = "120" if one.compiles_for("120") else "90"
+        yield pytest.param(one, arch, id=one.op, marks=[pytest.mark.gpu] * waits)
 
 
 @needs_nvcc
-@pytest.mark.parametrize("builds", [*parts()])
-def test_every_version_compiles_without_spills(builds, tmp_path):
-    """Compile for the first architecture that a version supports: its code is the same for all.
-
-    Versions are compiled together because nvcc takes longer for its headers than for a simple one.
-    """
-    assert not any("__CUDA_ARCH__" in one.path.read_text("utf-8") for one in builds)
-    files = [one.path.relative_to(header.CSRC) for one in builds]
-    lines = (
-        f'#define ATTENTION_VERSION {one.op}\n#include "{file}"\n'
-        for one, file in zip(builds, files, strict=True)
-    )
-    file = tmp_path / "v01_together.cu"
-    file.write_text("".join(f"#undef ATTENTION_VERSION\n{line}" for line in lines))
-    together = dataclasses.replace(builds[0], path=file)
-    found = resources.compile_version(together, alike(builds[0])[0])
-    for one in builds:
-        assert any(f"{len(one.op)}{one.op}" in symbol for symbol in found), one.op
-    for kernel in found.values():
-        # Scalars that live through the inner loops; an array would be hundreds of bytes.
-        assert kernel.spill_stores <= 64 >= kernel.spill_loads
-
-
-@needs_nvcc
-@pytest.mark.parametrize("version", LAST, ids=lambda version: version.op)
-def test_the_last_version_of_a_ladder_on_later_architectures(version):
-    arch = "120" if version.compiles_for("120") else "90"  # 120 has the least shared memory
-    rows = resources.resource_table([version], (arch,))
-    assert {(row.arch, row.head_dim) for row in rows} == {(arch, d) for d in version.head_dims}
+@pytest.mark.parametrize(("build", "arch"), [*builds()])
+def test_every_version_compiles_without_spills(build, arch):
+    assert "__CUDA_ARCH__" not in build.path.read_text("utf-8")  # its code is the same for all
+    rows = resources.resource_table([build], (arch,))
+    assert {(row.arch, row.head_dim) for row in rows} == {(arch, d) for d in build.head_dims}
     for row in rows:
+        # Scalars that live through the inner loops; an array would be hundreds of bytes.
         assert row.spill_stores <= 64 >= row.spill_loads
         assert row.registers * row.threads <= resources.REGISTERS_PER_SM
-        if row.head_dim <= 64:
-            assert row.blocks > 0
-    assert version.label in resources.format_table(rows)
+        assert row.blocks > 0 or row.head_dim > 64 or build not in LAST
+    assert build.label in resources.format_table(rows)
 
 
 @pytest.mark.skipif(compilers.find_gxx() is None, reason="needs a compiler to ask for its version")

@@ -22,8 +22,7 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
 }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   unsigned result = 0;
-  for (int i = 0; i < 4; ++i)
-    result |= (pair(a, b) >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
+  for (int i = 0; i < 4; ++i) result |= (pair(a, b) >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
   return result;
 }
 
