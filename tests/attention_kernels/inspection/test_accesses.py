@@ -6,11 +6,7 @@ import contextlib
 import functools
 import io
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -222,35 +218,3 @@ def test_what_cannot_be_counted_is_refused_with_every_reason():
         count_accesses(versions["WMMA_FLASH_ATTENTION_2_VERSION_1"], head_dim=48, seqlen=0)
     with pytest.raises(UnsupportedError, match="host code"):
         count_accesses(versions["FLASH_ATTENTION_1_CPU"])
-
-
-@pytest.mark.slow
-def test_a_killed_process_leaves_no_process_and_no_folder(tmp_path):
-    file, temporary = patterns_file(tmp_path, *ENDLESS).path, tmp_path / "temporary"
-    temporary.mkdir()
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from attention_kernels.inspection.accesses import count_accesses\n"
-        "from attention_kernels.ladder.header import parse_header\n"
-        "count_accesses(parse_header(Path(sys.argv[1])))"
-    )
-
-    def runs(process: str) -> bool:
-        """Return whether a process is a recorder."""
-        try:
-            return "accesses-" in os.readlink(f"/proc/{process}/exe")
-        except OSError:  # it has ended, or is another user's
-            return False
-
-    command, environment = [sys.executable, "-c", program, str(file)], {"TMPDIR": str(temporary)}
-    with subprocess.Popen(command, env=os.environ | environment) as running:
-        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
-        while not (started := [*filter(runs, children.read_text().split())]):
-            assert running.poll() is None
-            time.sleep(0.05)
-        running.kill()
-    assert list(temporary.iterdir()) == []
-    deadline = time.monotonic() + 60
-    while any(map(runs, started)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(runs, started))

@@ -11,7 +11,7 @@ from attention_kernels import ladder
 from attention_kernels.inspection.resources import Launch
 from attention_kernels.inspection.sass import explain
 from attention_kernels.inspection.sass.decode import Instruction, Program
-from attention_kernels.inspection.sass.explain import Stalls
+from attention_kernels.inspection.sass.explain import StalledInstruction, Stalls
 from attention_kernels.inspection.sass.multiprocessor import EXITED, SELECTED, Stall
 from attention_kernels.inspection.sass.predict import predict
 from tests.attention_kernels.inspection.sass.common import H200, needs_cuda_programs
@@ -77,18 +77,14 @@ def test_stalls_are_summed_by_line_and_by_instruction(monkeypatch, tmp_path):
     assert found == msgspec.convert(msgspec.to_builtins(found, str_keys=True), Stalls, strict=False)
     assert (found.issuing, found.kernels, found.us(0.5)) == (0.25, ["kernel"], 1.5)
     assert found.reasons == {"short scoreboard": 0.83333, "wait": 0.16667}
-    assert [(line.line, line.share) for line in found.lines] == [
-        (3, 0.995),
-        (2, 0.00417),
-        (0, 0.00083),
-    ]
     worst, _, none = found.lines
-    assert (worst.source, worst.through, worst.waits_for) == ("y += f(x);", [1], {2: 0.83752})
+    assert (worst.line, worst.share, worst.source) == (3, 0.995, "y += f(x);")
+    assert (worst.through, worst.waits_for) == ([1], {2: 0.83752})
     assert worst.reasons == {"short scoreboard": 0.83752, "wait": 0.16248}
-    (instruction,) = worst.instructions
-    assert (instruction.address, instruction.text) == (16, "FADD R3, R2, R2")
-    assert (instruction.share, instruction.reason) == (0.995, "short scoreboard")
-    assert (none.source, none.instructions, none.others) == ("", [], 1)
+    assert [*worst.instructions] == [
+        StalledInstruction(0, 16, "FADD R3, R2, R2", 0.995, "short scoreboard")
+    ]
+    assert (none.line, none.source, none.instructions, none.others) == (0, "", [], 1)
 
 
 @pytest.mark.slow

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection.resources import Launch
 from attention_kernels.inspection.sass import predict
 from attention_kernels.inspection.sass.decode import Program
-from attention_kernels.inspection.sass.gpus import GpuModel, gpus
+from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.inspection.sass.work import Line, Work, axes_of, line_of
 from attention_kernels.ladder.header import parse_header
 from tests.attention_kernels.inspection.sass.common import (
@@ -103,16 +101,13 @@ def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, gri
     assert (line.length, line.alike, line.alike * line.repeats * length) == (length, alike, blocks)
 
 
-def test_every_number_of_a_gpu_has_its_source():
-    text = (ROOT / "attention_kernels/inspection/sass/gpus.toml").read_text("utf-8")
-    fields = {field.name for field in dataclasses.fields(GpuModel)}
-    for numbers in msgspec.toml.decode(text).values():
-        assert fields == {*numbers}
-        for value, source in (numbers[name] for name in fields - {"name", "arch"}):
-            assert all(value) if isinstance(value, list) else value > 0
-            assert len(source) > 10
-    for busy, ghz in ((0, 1.98), (0.15, 1.92), (0.69, 1.83), (1, 1.48)):
-        assert H200.clock_at(busy) == pytest.approx(ghz)
+@pytest.mark.parametrize(("busy", "ghz"), [(0, 1.98), (0.15, 1.92), (0.69, 1.83), (1, 1.48)])
+def test_products_of_warpgroups_slow_the_clock_at_the_power_limit(busy, ghz):
+    assert H200.clock_at(busy) == pytest.approx(ghz)
+
+
+def l2_bytes(found):
+    return found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
 
 
 @needs_cuda_programs
@@ -129,8 +124,7 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up():
     assert found.store_wavefronts == metrics["shared_store_wavefronts"]
     # From L2: Q once, and K and V once by each of three blocks of 48 rows.
     rows = 128 + 2 * (48 + 96 + 128)
-    l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
-    assert l2_bytes == pytest.approx(rows * 64 * 4 + metrics["global_store_bytes"])
+    assert l2_bytes(found) == pytest.approx(rows * 64 * 4 + metrics["global_store_bytes"])
     parts = found.waiting_us + found.uneven_us + found.launch_us
     assert found.time_us == pytest.approx(parts + max(found.needs_us.values()))
     # Block 0 of v17's second kernel, which starts early, joins nothing.
@@ -149,8 +143,7 @@ def test_a_hopper_version_needs_its_products_and_its_tiles():
     rate = 4096 * 132 * H200.clock_ghz * 1e3  # the clock falls
     assert found.needs_us["tensor cores"] * rate == pytest.approx(products, rel=0.01)
     # Q once, K and V in each of two blocks, and O in stores of half sectors.
-    l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
-    assert l2_bytes == pytest.approx(2 * 256 * 64 * 2 * (1 + 2 * 2 + 2), rel=0.01)
+    assert l2_bytes(found) == pytest.approx(2 * 256 * 64 * 2 * (1 + 2 * 2 + 2), rel=0.01)
 
 
 @pytest.mark.slow
@@ -159,9 +152,8 @@ def test_a_decode_kernel_reads_the_whole_cache_of_every_row():
     list_backends()
     version = ladder.versions("decode")["DECODE_SPLIT_KV_VERSION_2"]
     found = predicted(version, batch=2, seqlen=512)
-    l2_bytes = found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
     cache, row = 2 * 2 * 512 * 12 * 64 * 4, 2 * 12 * 64 * 4
-    assert cache + 2 * row <= l2_bytes <= 1.01 * cache + 2 * row
+    assert cache + 2 * row <= l2_bytes(found) <= 1.01 * cache + 2 * row
     assert found.needs_us["memory"] == pytest.approx((cache + 2 * row) / H200.memory_gb_s / 1e3)
 
 
@@ -188,32 +180,25 @@ def test_a_grid_with_too_many_blocks_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("shared", "lines", "shuffles", "bound"),
+    ("shared", "lines", "bound"),
     [
-        (9.0, 0.0, 0.0, "shared memory"),
-        (0.0, 8.0, 1.0, "L1"),
-        (4.0, 4.0, 1.0, "load-store unit"),
-        (1.0, 1.0, 1.0, "issue slots"),
+        (9.0, 0.0, "shared memory"),
+        (0.0, 8.0, "L1"),
+        (4.0, 4.0, "load-store unit"),
+        (1.0, 1.0, "issue slots"),
     ],
 )
-def test_the_load_store_unit_is_named_after_its_work(shared, lines, shuffles, bound):
-    total = shared + lines + shuffles
-    needs = {"issue slots": 5.0, "load-store unit": total, "shared memory": shared, "L1": lines}
-    parts = {"waiting_us": 1.0, "uneven_us": 1.0, "launch_us": 1.0}
-    counts = dict.fromkeys(("launches", "instructions", "load_wavefronts", "store_wavefronts"), 1)
-    assert predict.Prediction("v01", "G", 8, 9.0, needs, **parts, **counts).bound == bound
+def test_the_load_store_unit_is_named_after_its_work(shared, lines, bound):
+    unit = shared + lines + 1.0  # for shuffles
+    needs = {"issue slots": 5.0, "load-store unit": unit, "shared memory": shared, "L1": lines}
+    found = predict.Prediction("v01", "G", 8, 9.0, needs, 1.0, 1.0, 1.0, 1, 1, 1, 1)
+    assert found.bound == bound
 
 
 @needs_cuda_programs
 @pytest.mark.slow
-def test_versions_of_other_people_are_predicted(tmp_path):
-    """One has no shared memory, one launches nothing."""
+def test_a_version_without_shared_memory_needs_no_time_for_it():
     folder = ROOT / "examples" / "my_backend" / "src" / "my_backend"
     found = predicted(parse_header(folder / "v01_warp_per_row.cu"), seqlen=64, head_dim=32)
     assert found.needs_us["shared memory"] == 0
     assert found.needs_us["load-store unit"] > found.needs_us["L1"] > 0
-    text = ladder.versions()["CUSTOM_CUDA_VERSION_1"].path.read_text("utf-8")
-    start = text.index("{", text.index("cudaError_t launch(")) + 1
-    (tmp_path / "v01_idle.cu").write_text(f"{text[:start]}\n  return cudaSuccess;\n{text[start:]}")
-    with pytest.raises(UnsupportedError, match=r"launch\(\) launches no kernel"):
-        predicted(parse_header(tmp_path / "v01_idle.cu"))
