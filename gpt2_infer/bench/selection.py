@@ -12,14 +12,9 @@ import msgspec
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
-from attention_kernels.judge.suite import (
-    KERNEL_ERRORS,
-    Case,
-    DecodeCase,
-    describe_error,
-    judged,
-    run_check,
-)
+from attention_kernels.judge.calls import describe_error
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import KERNEL_ERRORS, judged, run_check
 from attention_kernels.judge.truth import Verdict
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder.header import VersionHeader

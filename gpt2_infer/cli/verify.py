@@ -30,7 +30,8 @@ from gpt2_infer.cli.versions import usual_head_dim
 
 if TYPE_CHECKING:
     from attention_kernels.judge import suite
-    from attention_kernels.judge.suite import Case, DecodeCase, Report
+    from attention_kernels.judge.inputs import Case, DecodeCase
+    from attention_kernels.judge.suite import Report
     from attention_kernels.judge.truth import Verdict
     from attention_kernels.ladder.header import VersionHeader
 

@@ -17,7 +17,7 @@ import torch
 from attention_kernels import BackendSpec, get_backend, list_backends
 from attention_kernels.inspection.launches import launches_of
 from attention_kernels.judge.suite import Case, run_case
-from attention_kernels.judge.truth import judge
+from attention_kernels.judge.truth import truth
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import spec_of
 from tests.conftest import on_every_device, usable
@@ -177,7 +177,7 @@ def is_right(spec: BackendSpec, *inputs) -> bool:
     """Return whether the output is within its budget."""
     q, k, v = equal_scores(*inputs)
     o = output(spec, *inputs)
-    return judge(o, q, k, v, 1.0, is_causal=False).passed
+    return truth(q, k, v, 1.0, is_causal=False).judge(o).passed
 
 
 def first_wrong(holds: Callable[[float], bool], right: float, wrong: float) -> float:

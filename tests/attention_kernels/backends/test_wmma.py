@@ -11,7 +11,7 @@ import torch
 from attention_kernels import BackendSpec, list_backends
 from attention_kernels.inspection import launches
 from attention_kernels.judge.suite import Case, run_case
-from attention_kernels.judge.truth import judge, reference_attention
+from attention_kernels.judge.truth import reference_attention, truth
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import changed, for_each
 from tests.conftest import on_every_device, usable
@@ -40,7 +40,7 @@ def uneven(seqlen: int, head_dim: int, spread: float, device: str = "cpu"):
 def verdict(spec: BackendSpec, seqlen: int, head_dim: int, spread: float, is_causal: bool, device):
     q, k, v, scale = uneven(seqlen, head_dim, spread, device)
     o = spec.attention(q, k, v, softmax_scale=scale, is_causal=is_causal)
-    return judge(o, q, k, v, scale, is_causal, precision="fp16")
+    return truth(q, k, v, scale, is_causal).judge(o, "fp16")
 
 
 @on_every_device
