@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import types
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -73,34 +72,6 @@ def test_the_parts_of_a_call_are_timed(mode, demo, monkeypatch):
     assert (watched.intervals_s, watched.marks_s) == ([1.0] * 4, [])
     long = generate(demo, "Once", max_new_tokens=129, mode="kv-cache", ignore_eos=True)
     assert (long.intervals_s, long.marks_s) == ([], [2.0, 3.0])  # every 64th token
-
-
-@pytest.mark.parametrize("how", [*MODES, "continuous"])
-def test_each_token_takes_one_forward_pass(how, demo):
-    mode = "recompute" if how == "recompute" else "kv-cache"
-    options = {"max_new_tokens": 5, "engine": "eager", "ignore_eos": True}
-    request = request_for(demo, "Once", mode=mode, **options)
-    spied = {"autospec": True}
-    with (
-        mock.patch.object(GPT2, "forward", side_effect=GPT2.forward, **spied) as forward,
-        mock.patch.object(GPT2, "decode", side_effect=GPT2.decode, **spied) as decode,
-    ):
-        if how == "continuous":
-            [*Continuous(demo, batch=1).run([(0, request)])]
-        else:
-            run(demo, request)
-    assert forward.call_count + decode.call_count == 5
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
-def test_graphs_and_devices_agree(mode, demo):
-    model = GPT2.from_pretrained("demo", device="cuda")
-    graphs = generate(model, PROMPTS, max_new_tokens=60, mode=mode)
-    eager = generate(model, PROMPTS, max_new_tokens=60, mode=mode, engine="eager")
-    assert graphs.engine != "eager"
-    assert eager.engine == "eager"
-    assert graphs.tokens == eager.tokens == generate(demo, PROMPTS, max_new_tokens=60).tokens
 
 
 @pytest.mark.parametrize("engine", ["recompute", "kv-cache", "fused", "batch"])
