@@ -41,6 +41,11 @@ def step_over(model: GPT2, cache: KVCache, tokens: Tensor) -> BatchStep:
     return BatchStep(model, cache, tokens, lengths, active, logprobs)
 
 
+def check_exactness(found: Tensor, naive: Tensor, reference: Tensor) -> None:
+    budget = 2 * (naive.double() - reference).abs().max()
+    assert (found.double() - reference).abs().max() <= budget
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "long", [256, pytest.param(2048, marks=pytest.mark.slow)]
@@ -55,12 +60,8 @@ def test_a_step_is_as_exact_as_pytorch(dtype, long, monkeypatch):
     pytorch = model.decode(tokens.clamp(min=0), theirs)
     step = step_over(model, ours, tokens)
     logits = step.logits()
-    for found, naive, reference in (
-        (logits, pytorch, truth),
-        (ours.kv, theirs.kv, expected.kv),
-    ):
-        budget = 2 * (naive.double() - reference).abs().max()
-        assert (found.double() - reference).abs().max() <= budget
+    check_exactness(logits, pytorch, truth)
+    check_exactness(ours.kv, theirs.kv, expected.kv)
     assert torch.equal(ours.seqlens, theirs.seqlens)
 
     step.choose(logits)
@@ -111,12 +112,8 @@ def test_prompts_are_as_exact_as_in_pytorch(dtype):
         cache.logits = one(tokens, seqlens=lengths, cache=cache)[:, 0]
     step = step_over(model, KVCache.allocate(model, len(LENGTHS), 24), torch.zeros(5).long())
     logits = step.prompts(model, ours, tokens, lengths, slots)
-    for found, naive, reference in (
-        (logits, theirs.logits, expected.logits),
-        (ours.kv, theirs.kv, expected.kv),
-    ):
-        budget = 2 * (naive.double() - reference).abs().max()
-        assert (found.double() - reference).abs().max() <= budget
+    check_exactness(logits, theirs.logits, expected.logits)
+    check_exactness(ours.kv, theirs.kv, expected.kv)
     assert not ours.kv[:, :, 1].any()
     assert not ours.kv[..., 16:, :].any()
 

@@ -28,18 +28,6 @@ def unwritten_memory_is_not_zero():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("seqlen", [1, 9])
-@torch.inference_mode()
-def test_the_embeddings_and_their_norm_are_the_modules(seqlen):
-    model = random_model(CONFIG)
-    tokens = torch.randint(0, 3001, (3, 30))
-    tokens[1, 0] = -1
-    wanted = model.embed(tokens[:, :seqlen].clamp(min=0))
-    x, normed = Ends(model).begin(tokens[:, :seqlen], packs=False)
-    assert torch.equal(x, wanted)
-    torch.testing.assert_close(normed, model.h[0].ln_1(wanted), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 17])
 @torch.inference_mode()
 def test_logits_are_the_modules(batch):

@@ -13,13 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch.cuda import green_contexts
 
-from attention_kernels.judge.reference import naive_attention
 from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import load_op
 from gpt2_infer import GPT2, Sampling, generate
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.diverge import unregistered
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import Step, StepShape
 from gpt2_infer.model import KVCache
@@ -302,8 +300,6 @@ def test_logits_that_are_not_finite_give_no_token():
     [
         (torch.float32, 3000.0, 0.0),
         (torch.float32, 0.0, 100.0),
-        pytest.param(torch.bfloat16, 3000.0, 0.0, marks=pytest.mark.slow),
-        pytest.param(torch.float16, 3000.0, 0.0, marks=pytest.mark.slow),
         pytest.param(torch.float16, 0.0, 100.0, marks=pytest.mark.slow),
     ],
 )
@@ -333,22 +329,6 @@ def test_a_layer_norm_before_a_product_is_as_accurate_as_one_apart(dtype, outlie
     exact = product(torch.float64, torch.float64)
     apart = (product(dtype, torch.float32) - exact).abs().max()
     assert (found.double() - exact).abs().max() <= 2 * apart
-
-
-@pytest.mark.slow
-def test_the_chain_runs_where_not_all_clusters_run_at_once(monkeypatch):
-    tried = []
-
-    def load(version, *arguments):
-        tried.append("-DSTEP_ONE_KERNEL=1" in version.flags)
-        return refuse if tried[-1] else load_op(version, *arguments)
-
-    def refuse(*_):
-        raise RuntimeError(f"op: refuses: on this device: {fused.TOO_LARGE}: too many blocks")
-
-    monkeypatch.setattr(fused, "load_op", load)
-    check_steps(random_model(ONE_KERNEL), [127], 2, 2e-4)
-    assert tried == [True, False]
 
 
 @pytest.mark.gpu
@@ -418,19 +398,6 @@ def test_a_gpu_gives_the_same_bits_again_and_in_any_batch():
     again = generate(model, prompts, max_new_tokens=50, mode="kv-cache", sampling=sampling)
     assert first.engine == "fused"
     assert first.tokens == again.tokens
-
-
-@pytest.mark.gpu
-def test_a_prompt_runs_eagerly_where_its_attention_cannot_be_captured():
-    def attention(q, k, v, softmax_scale, is_causal):
-        torch.cuda.synchronize()
-        return naive_attention(q, k, v, softmax_scale, is_causal)
-
-    spec = dataclasses.replace(unregistered(attention), cuda_graphs=False)
-    demo = GPT2.from_pretrained("demo", device="cuda")
-    text = generate(demo.with_attention(spec), "Once", max_new_tokens=20, mode="kv-cache")
-    assert text.engine == "fused"
-    assert text.tokens == generate(demo, "Once", max_new_tokens=20).tokens
 
 
 @torch.inference_mode()

@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attention_kernels.backends import pytorch
-from gpt2_infer import GPT2, Sampling, engines, generate, sampling
+from gpt2_infer import GPT2, Sampling, engines, generate
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base, fused, lend_engine
 from gpt2_infer.engines.fused import Fused, StepShape
 from gpt2_infer.prepared import MAX_ENGINES, Prepared
 from gpt2_infer.request import MODES
-from tests.gpt2_infer.engines.common import RecordedGraph, random_model, request_for
+from tests.gpt2_infer.engines.common import imitate_graphs, random_model, request_for
 
 CONFIG = GPT2Config(
     vocab_size=101,
@@ -39,31 +38,17 @@ DRAWN = Sampling(0.9, 50, 0.95, seed=3)
 @pytest.fixture
 def captured(monkeypatch):
     """Let the CPU run all engines; return the list of captured graphs."""
-    graphs: list[RecordedGraph] = []
-
-    def capture(body, shared_with=None):
-        graphs.append(RecordedGraph(body))
-        return graphs[-1]
 
     def shape_on(model, batch):
         return StepShape(model.config, model.dtype, batch, 6, 227 * 1024)
 
-    def visible(k_cache, seqlens):
-        positions = k_cache.shape[1]
-        return positions, torch.arange(positions) < seqlens[:, None, None, None]
-
-    monkeypatch.setattr(base, "capture", capture)
     monkeypatch.setattr(base, "GRAPH_LENGTH_STEP", 8)
-    monkeypatch.setattr(base, "pool_bytes", lambda graph: 1000)
     monkeypatch.setattr(fused, "shape_on", shape_on)
     for kind in (engines.Recompute, engines.Cached, Fused):
         monkeypatch.setattr(kind, "refusals", lambda *_: [])
     monkeypatch.setattr(engines, "room", lambda device: 2**30)
     monkeypatch.setattr(engines, "FusedOnCPU", Fused)
-    # On a CPU these read values, which a graph cannot do.
-    monkeypatch.setattr(pytorch, "_visible", visible)
-    monkeypatch.setattr(sampling, "_largest", lambda logits: logits.max(-1))
-    return graphs
+    return imitate_graphs(monkeypatch, base)
 
 
 def call(model, prompts=PROMPTS, **options):
