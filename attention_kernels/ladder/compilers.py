@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import ninja
-
 from attention_kernels import child
 from attention_kernels.errors import AttentionError
 from attention_kernels.ladder.header import VersionHeader, csrc_of
@@ -29,7 +27,6 @@ GXX_VARIABLES = ("CXX",)
 FLAGS = ("ATTENTION_KERNELS_FLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 COMPILER_TIMEOUT_S = 600.0
 Target = Literal["cuda", "emulator"]
-NINJA = f"{ninja.BIN_DIR}/ninja"
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
 
 
