@@ -152,24 +152,35 @@ def test_a_decode_op_checks_its_arguments(decoder):
         decoder.decode(q, misaligned, v, seqlens)
 
 
-NOTHING = """
+WRITES_NOTHING = """
+#include <cstring>
+
 namespace attention::ATTENTION_VERSION {
-int64_t scratch_floats(const Params&) { return 0; }
-cudaError_t launch(const Params&, cudaStream_t) { return cudaSuccess; }
+// With a scale above 0 the output is the scratch memory, to which nobody has written.
+int64_t scratch_floats(const Params& params) { return params.softmax_scale > 0 ? 64 : 0; }
+cudaError_t launch(const Params& params, cudaStream_t) {
+  if (params.scratch != nullptr) std::memcpy(params.o, params.scratch, 64 * sizeof(float));
+  return cudaSuccess;
+}
 }  // namespace attention::ATTENTION_VERSION
 """
 
 
 @pytest.mark.slow
-def test_a_careless_file_is_an_error(tmp_path):
-    text = HEADER.format(name="v01", title="a negative scratch size") + NOTHING
-    (tmp_path / "v01_less.cu").write_text(text.replace("return 0", "return -5"))
-    file, q = str(tmp_path / "v01_less.cu"), torch.zeros(1, 1, 1, 32)
-    with pytest.raises(KernelError, match=r"scratch_floats\(\) returned -5, less than 0"):
-        ladder.resolve(file).attention(q, q, q)
-    (tmp_path / "v01_less.cu").write_text(text)
+def test_a_careless_file_does_no_harm(tmp_path):
+    text = HEADER.format(name="v01", title="it writes nothing") + WRITES_NOTHING
+    q = torch.zeros(1, 2, 1, 32)
+    careless, less = tmp_path / "v01_careless.cu", tmp_path / "v01_less.cu"
+    careless.write_text(text)
+    for scale in (1.0, -1.0):
+        o = ladder.resolve(str(careless)).attention(q, q, q, softmax_scale=scale)
+        assert o.isnan().all(), scale
+    careless.write_text(text + "// edited\n")
     with pytest.raises(UnavailableBackendError, match="has changed since this process loaded it"):
-        ladder.resolve(file).prepare("cpu")
+        ladder.resolve(str(careless)).prepare("cpu")
+    less.write_text(text.replace("? 64 : 0", "? -5 : 0"))
+    with pytest.raises(KernelError, match=r"scratch_floats\(\) returned -5, less than 0"):
+        ladder.resolve(str(less)).attention(q, q, q)
 
 
 def test_grouped_queries_copy_no_keys():
