@@ -86,18 +86,13 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     # those directly takes a third of a second.
     libraries += [f"-L{root}/lib", "-Wl,--no-as-needed", "-ltorch", *extra]
     libraries += ["-fopenmp"] if "-fopenmp" in flags else []
-    include = ["-isystem", compilers.shell_safe(root / "include")]
-    shared = [*compilers.binding_flags(target, csrc), "-O1", *include, *hidden, *extra]
+    shared = [*compilers.binding_flags(target, csrc), "-O1", *hidden, *extra]
+    shared += ["-isystem", str(root / "include")]
     command = [*flags, *hidden, *extra]
     sources = [version.path, csrc / "binding.cpp"]
 
-    def compile_source(command: Sequence[str], source: Path, output: Path) -> None:
-        compilers.link_unsafe(output.parent, version)
-        name = f"{compilers.shell_safe(source.parent)}/{source.name}"
-        _compile([*command, "-c", name], output)
-
     def compile_binding(output: Path) -> None:
-        compile_source(shared, sources[1], output)
+        _compile([*shared, "-c", str(sources[1])], output)
 
     def make(library: Path) -> None:
         _tell(f"building {label or version.path.name} for {purpose} ...")
@@ -106,7 +101,7 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
                 f"binding-{target}", ".o", sources[1:], csrc, shared, compile_binding, *more
             )
         kernel = library.with_suffix(".o")
-        compile_source(command, version.path, kernel)
+        _compile([*command, "-c", str(version.path)], kernel)
         # Of an inline function in both files the first is used. It has to be the binding's: a
         # version that looks for races would have the emulator report its own accesses as the
         # kernel's.

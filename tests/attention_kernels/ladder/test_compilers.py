@@ -86,18 +86,15 @@ def test_each_compiler_gets_the_flags_for_it(bare, first, monkeypatch):
 @pytest.mark.skipif(compilers.find_nvcc() is None, reason="needs nvcc")
 def test_no_shell_reads_the_path_of_a_version_file(tmp_path, csrc, monkeypatch):
     """nvcc passes paths to a shell, which would run commands in $() and in backticks."""
-    folder = tmp_path / "$(touch pwned) `touch pwned` it's"
-    folder.mkdir()
-    shutil.copytree(csrc, folder / "csrc")
-    file = folder / "csrc" / "fp32" / "v01_first.cu"
-    (file.parent / "mine.cuh").write_text("__global__ void mine(float* o) { *o = 1.0f; }\n")
-    file.write_text(file.read_text() + '#include "mine.cuh"\n')
-    monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "cache $(touch pwned)"))
     monkeypatch.chdir(tmp_path)
-    version = header.parse_header(file)
+    harmless = shutil.copytree(csrc, tmp_path / "mine (1); & all")
+    version = header.parse_header(harmless / "fp32" / "v01_first.cu")
+    version.path.write_text(version.source + "__global__ void mine(float* o) { *o = 1.0f; }\n")
     assert build.build(version, "cuda", "90").exists()
     assert resources.compile_summary(version, "90").endswith("no spills")
+    for name in ("$(touch pwned)", "`touch pwned`", "it's", 'a"b', "a,b"):
+        version = header.parse_header(shutil.copytree(csrc, tmp_path / name) / "fp32/v01_first.cu")
+        with pytest.raises(BuildError, match=r"nvcc cannot use .*: the path has one of"):
+            build.build(version, "cuda", "90")
     assert not [*tmp_path.rglob("pwned")]
-    (file.parent / "mine.cuh").write_text("error\n")
-    with pytest.raises(BuildError, match=r"mine\.cuh"):
-        build.build(version, "cuda", "90")

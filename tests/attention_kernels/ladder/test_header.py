@@ -120,13 +120,6 @@ def test_a_broken_field_is_named(read, added, words):
         read(added)
 
 
-def test_a_name_that_nvcc_would_pass_to_a_shell_is_refused(tmp_path):
-    for name in ("$(ls).cu", "a,b.cu", 'a"b.cu', "a`b.cu", "a\nb.cu"):
-        (tmp_path / name).write_text("")
-        with pytest.raises(HeaderError, match=r"nvcc does not take its name: mv "):
-            header.of_file(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("starts", "expected"),
     [
