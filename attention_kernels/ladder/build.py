@@ -69,8 +69,8 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
         archs = [*map(compilers.code_name, arch.split(","))]
         where, purpose = "_".join(archs).replace("_sm_", "_"), ", ".join(archs)
         hidden = [f"-Xcompiler={','.join(HIDDEN)}"]
-        # Also the folders, because a profiler opens the files that a library for a GPU names.
-        more += [compilers.asked(gxx), str(csrc), str(version.path)]
+        # Also the folder, because a profiler opens the files that a library for a GPU names.
+        more += [compilers.asked(gxx), str(csrc)]
         more += [os.environ.get(name, "") for name in compilers.FLAGS[1:]]
         flags += ["-O3", "-lineinfo"]
         cudart = compilers.cuda_runtime(flags[0])
@@ -88,20 +88,15 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     libraries += ["-fopenmp"] if "-fopenmp" in flags else []
     shared = [*compilers.binding_flags(target, csrc), "-O1", *hidden, *extra]
     shared += ["-isystem", str(root / "include")]
-    command = [*flags, *hidden, *extra]
+    command = [*flags, *hidden, *extra, "-c", str(version.path)]
     sources = [version.path, csrc / "binding.cpp"]
-
-    def compile_binding(output: Path) -> None:
-        _compile([*shared, "-c", str(sources[1])], output)
 
     def make(library: Path) -> None:
         _tell(f"building {label or version.path.name} for {purpose} ...")
         with _binding_lock:  # other threads need the same one
-            binding = kept(
-                f"binding-{target}", ".o", sources[1:], csrc, shared, compile_binding, *more
-            )
+            binding = _object(f"binding-{target}", sources[1], csrc, shared, *more)
         kernel = library.with_suffix(".o")
-        _compile([*command, "-c", str(version.path)], kernel)
+        _compile(command, kernel)
         # Of an inline function in both files the first is used. It has to be the binding's: a
         # version that looks for races would have the emulator report its own accesses as the
         # kernel's.
@@ -125,11 +120,14 @@ def object_file(csrc: Path, source: str, *flags: str) -> Path:
     It is from the cache or newly compiled by g++. Raises BuildError.
     """
     command = [*compilers.binding_flags("emulator", csrc), *flags]
+    return _object(Path(source).stem, csrc / source, csrc, command)
 
+
+def _object(name: str, source: Path, csrc: Path, command: Sequence[str], *more: object) -> Path:
     def make(output: Path) -> None:
-        _compile([*command, "-c", str(csrc / source)], output)
+        _compile([*command, "-c", str(source)], output)
 
-    return kept(Path(source).stem, ".o", [csrc / source], csrc, command, make)
+    return kept(name, ".o", [source], csrc, command, make, *more)
 
 
 def _compile(command: Sequence[str], output: Path) -> None:

@@ -89,9 +89,11 @@ def test_no_shell_reads_the_path_of_a_version_file(tmp_path, csrc, monkeypatch):
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "cache $(touch pwned)"))
     monkeypatch.chdir(tmp_path)
     harmless = shutil.copytree(csrc, tmp_path / "mine (1); & all")
-    version = header.parse_header(harmless / "fp32" / "v01_first.cu")
+    version, other = header.versions(harmless / "fp32")
     version.path.write_text(version.source + "__global__ void mine(float* o) { *o = 1.0f; }\n")
-    assert build.build(version, "cuda", "90").exists()
+    for each in (version, other):
+        assert build.build(each, "cuda", "90").exists()
+    assert len([*build.cache_dir().glob("binding-cuda-*.o")]) == 1
     assert resources.compile_summary(version, "90").endswith("no spills")
     for name in ("$(touch pwned)", "`touch pwned`", "it's", 'a"b', "a,b"):
         version = header.parse_header(shutil.copytree(csrc, tmp_path / name) / "fp32/v01_first.cu")
