@@ -35,12 +35,12 @@ class Counting(Subject[Shape]):
         self.versions = selection.versions_of(study.family)
         self.compiled = [one for one in self.versions.values() if not one.is_host]
         head_dims = sorted({d for version in self.compiled for d in version.head_dims})
-        if study.head_dim not in head_dims:
+        if study.shape.head_dim not in head_dims:
             raise RequestError(
-                f"no version of {study.family} takes head_dim {study.head_dim}: there are "
+                f"no version of {study.family} takes head_dim {study.shape.head_dim}: there are "
                 f"{', '.join(map(str, head_dims))}"
             )
-        self.cells = [selection.shape_of(study)]
+        self.cells = [study.shape]
         nvcc = compilers.output_of([str(compilers.find_nvcc()), "--version"])
         release = re.search(r"release ([\d.]+)", nvcc)
         self.facts = {"nvcc": release[1] if release else nvcc}
