@@ -20,13 +20,6 @@ from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
-TRANSFORMERS = {
-    ("cuda", "kv-cache"): "transformers, static cache, compiled",
-    ("cpu", "kv-cache"): "transformers, dynamic cache",
-    ("cuda", "recompute"): "transformers, no cache",
-    ("cpu", "recompute"): "transformers, no cache",
-}
-
 Text = tuple[list[list[int]], Mapping[str, float]]
 """The tokens of a text, and the seconds that it took, by metric."""
 
@@ -48,7 +41,8 @@ class Decoding(Subject[DecodeCell]):
         self.device = resolve_device(study.device).type
         is_random = DEMO_MODEL not in study.models
         self._load = models.loader(random_weights=is_random, device=self.device)
-        self._peer = TRANSFORMERS[self.device, study.mode]
+        cache = "static cache, compiled" if self.device == "cuda" else "dynamic cache"
+        self._peer = f"transformers, {cache if study.mode == 'kv-cache' else 'no cache'}"
         self.facts = {"baseline": self._peer} if study.peers else {}
         self.cells = [
             DecodeCell(name, dtype, batch, study.prompt_tokens, count, study.mode)

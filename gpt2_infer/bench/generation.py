@@ -169,12 +169,7 @@ def _sample(
         raise RejectedError(f"while it was timed: {row.reason}") from error
     if expected is not None and done.tokens != expected:
         raise RejectedError("its text changes from run to run")
-    return {
-        "call": seconds,
-        "warm-up": done.warm_up_s,
-        "prefill": done.prefill_s,
-        "generation": done.generation_s,
-    }
+    return {"call": seconds, "generation": done.generation_s}
 
 
 def _free_attention() -> BackendSpec:

@@ -195,11 +195,6 @@ def step_us(row: Row) -> float:
     return 1e6 * row.median / int(row.cell["new_tokens"])
 
 
-def reading_us(row: Row, file: File) -> float:
-    """Return the microseconds that reading the weights once takes at the run's bandwidth."""
-    return float(row.extra["weight_bytes"] / file.provenance.limits["read_gbps"] / 1e3)
-
-
 def roof_share(row: Row, limits: dict[str, float]) -> float | None:
     """Return the fraction of its instruction's roof that a float32 kernel reaches.
 

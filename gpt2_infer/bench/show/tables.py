@@ -16,7 +16,6 @@ from gpt2_infer.bench.show.figures import (
     how,
     length,
     ratio,
-    reading_us,
     roof_share,
     step_us,
     steps_of,
@@ -220,7 +219,8 @@ def _lost_per_layer(line: Entry) -> Value:
     row, config = line.first, named_config(str(line.first.cell["model"]))
     if _of_bandwidth(line) is None or config is None:
         return None
-    return (step_us(row) - reading_us(row, line.file)) / config.n_layer
+    reading_us = row.extra["weight_bytes"] / line.file.provenance.limits["read_gbps"] / 1e3
+    return float(step_us(row) - reading_us) / config.n_layer
 
 
 def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:

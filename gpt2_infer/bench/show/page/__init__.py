@@ -63,7 +63,6 @@ def render(
         counters=source.COUNTERS,
         lane_map=lanes.lane_map,
         by_lane=BY_LANE,
-        runs=source.runs,
     )
 
 
@@ -130,5 +129,4 @@ def _line_links(text: str, kernel: Kernel) -> Markup:
 
 
 def _percent(share: float, digits: int = 1) -> str:
-    rounded = round(100 * share, digits) + 0.0  # not -0
-    return f"{rounded:.{digits}f}\u00a0%"
+    return f"{100 * share:.{digits}f}\u00a0%"
