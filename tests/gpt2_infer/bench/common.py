@@ -17,7 +17,6 @@ from gpt2_infer.bench.record import (
     KernelCell,
     Provenance,
     Row,
-    Shape,
 )
 from gpt2_infer.bench.show.figures import main_rows
 from tests.conftest import rewrite
@@ -141,20 +140,6 @@ def kernels(rows: list[Row] | None = None, **changes) -> File:
     return file_of("kernel", rows, **changes)
 
 
-def shapes() -> File:
-    """Return two shapes with different lengths; one backend takes only one of them."""
-    narrow, wide = KernelCell(64, head_dim=32), KernelCell(128)
-    refused = {"status": "refused", "reason": "not in 32", "check": None}
-    return kernels(
-        [
-            kernel("NAIVE_PYTORCH", [10.0, 10.0], cell=narrow, precision="3xtf32"),
-            kernel("FAST", [], cell=narrow, precision="3xfp16", **refused),
-            kernel("NAIVE_PYTORCH", [100.0, 100.0], cell=wide, precision="3xtf32"),
-            kernel("FAST", [50.0, 50.0], cell=wide, precision="3xfp16"),
-        ]
-    )
-
-
 def generation(**changes) -> File:
     rows = []
     for tokens, scale in ((128, 0.25), (512, 1.0)):
@@ -179,52 +164,3 @@ def generation(**changes) -> File:
             rows.append(row)
     settings = {"model": "gpt2", "prompt_tokens": 8}
     return file_of("generation", rows, settings=settings, **changes)
-
-
-SHAPE = Shape(batch=3, num_heads=2, seqlen=64, head_dim=32, is_causal=False)
-
-
-def counts(number: int, metrics: dict[str, float], **fields) -> list[Row]:
-    """Return the rows of a version; `fields` make a first row without a count."""
-    base = {"contender": f"CUSTOM_CUDA_VERSION_{number}", "cell": msgspec.to_builtins(SHAPE)}
-    rows = [Row(**base, metric=m, unit="count", samples=[n]) for m, n in metrics.items()]
-    if fields:
-        samples = [] if "status" in fields else [1.0]
-        rows.insert(0, Row(**base, metric="accesses", unit="count", samples=samples, **fields))
-    return rows
-
-
-def inspection() -> File:
-    taken = {
-        "spill_bytes": 0,
-        "shared_bytes": 2048,
-        "warps": 16,
-        "occupancy_percent": 25,
-    }
-    counted = {
-        "shared_load_requests": 1000,
-        "shared_store_requests": 0,
-        "shared_store_conflicts": 0,
-        "shared_store_ways": 1,
-        "global_load_sectors": 0,
-        "global_load_fewest_sectors": 0,
-        "global_store_sectors": 80,
-    }
-    conflicts = {"shared_load_conflicts": 31000, "shared_load_ways": 32}
-    none = {"shared_load_conflicts": 0, "shared_load_ways": 1}
-    refused = {"status": "refused", "reason": "not this one; nor that"}
-    rows = [
-        (taken | counted | conflicts | {"registers": 40, "global_store_fewest_sectors": 10}, {}),
-        (taken | counted | none | {"registers": 39, "global_store_fewest_sectors": 80}, {}),
-        (taken | {"registers": 40}, refused),
-    ]
-    return file_of(
-        "inspection",
-        [
-            row
-            for n, (metrics, fields) in enumerate(rows, 1)
-            for row in counts(n, metrics, extra={"change": f"step {n}"}, **fields)
-        ],
-        settings={"arch": "80", "nvcc": "13.0"},
-        provenance=provenance(gpu=None),
-    )

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from attention_kernels import BackendSpec, get_backend
 from attention_kernels.judge.worker import Elsewhere
@@ -23,24 +21,6 @@ def test_provenance_names_machine_software_and_source(status, dirty, monkeypatch
     assert facts.command == "python script.py --rounds 3 --out results/r.json"
     assert facts.packages["torch"]
     assert facts.precision["matmul_allow_tf32"] is False
-
-
-def test_the_gpu_that_the_process_uses_is_asked_for_by_its_uuid(monkeypatch):
-    properties = SimpleNamespace(
-        name="A card", major=9, minor=0, multi_processor_count=132, total_memory=2**37, uuid="12-34"
-    )
-    asked = []
-
-    def run(*words):
-        asked.extend(words)
-        return ", ".join(["580.1", "1980 MHz", "3201 MHz", "345 MHz", "3200 MHz", "700.00 W"])
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(environment, "_run", run)
-    gpu = environment._gpu()
-    assert {"nvidia-smi", "--id=GPU-12-34"} <= {*asked}
-    assert (gpu.name, gpu.clocks_max_sm, gpu.power_limit) == ("A card", "1980 MHz", "700.00 W")
 
 
 @pytest.mark.parametrize("name", ["registry.py", "csrc/fp32/v01_a.cu", "csrc/common.cuh"])

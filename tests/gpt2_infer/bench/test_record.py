@@ -12,23 +12,20 @@ from gpt2_infer import RequestError
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import (
     SCHEMA,
-    KernelCell,
     ResultsError,
     check_output,
     encode,
-    newest,
     read,
     schema,
 )
-from tests.gpt2_infer.bench.common import inspection, kernels
+from tests.gpt2_infer.bench.common import kernels
 
 RESULTS = Path(__file__).parents[3] / "results"
 
 
-@pytest.mark.parametrize("make", [kernels, inspection])
-def test_a_written_file_reads_back_the_same(make, tmp_path):
-    make().write(tmp_path / "r.json")
-    assert read(tmp_path / "r.json") == make()
+def test_a_written_file_reads_back_the_same(tmp_path):
+    kernels().write(tmp_path / "r.json")
+    assert read(tmp_path / "r.json") == kernels()
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -38,15 +35,11 @@ def test_a_written_file_reads_back_the_same(make, tmp_path):
         ("study", None, "is not a results file: Object missing required field `study`"),
         ("study.kind", None, "its study has no kind"),
         ("task", "Test Task", "matching regex"),
-        ("provenance.gpu.name", None, "missing required field `name`"),
         ("rows.0.more", 1, "contains unknown field `more`"),
         ("rows.0.cell.seqlen", [1], "Expected `bool | int | str`, got `array`"),
         ("rows.0.cell.seqlen", -8, "Expected `int` >= 1"),
-        ("rows.0.cell.seqlen", 10**30, "Expected `int`"),
         ("rows", [], "it has no rows"),
-        ("rows.0.cell.dtype", "float8", "matching regex"),
         ("rows.0.samples", [1.0, 0.0, 1.0], "a time is not positive"),
-        ("rows.0.check.error", -1.0, "`float` >= 0"),
         ("rows.0.samples", [], "a row has neither samples nor a reason"),
     ],
 )
@@ -105,17 +98,6 @@ def test_an_unusable_output_is_refused_before_the_run(tmp_path):
             check_output(Path(path))
 
 
-def test_the_newest_results_of_a_task_are_used(tmp_path):
-    for name in ("01-02_h200_a", "01-03_h200_a", "01-04_h100_a", "01-05_h200_b-a", "01-01_cpu_c"):
-        (tmp_path / f"2026-{name}.json").touch()
-    found = [newest(tmp_path, *words).name for words in (("a",), ("a", "h100"), ("c",))]
-    assert found == [
-        f"2026-{name}.json" for name in ("01-03_h200_a", "01-04_h100_a", "01-01_cpu_c")
-    ]
-    with pytest.raises(ResultsError, match="has no results of c on h100"):
-        newest(tmp_path, "c", "h100")
-
-
 def test_the_committed_results_are_valid_and_name_commits_in_the_history():
     history = environment._git("rev-list", "HEAD")
     is_whole = environment._git("rev-parse", "--is-shallow-repository") == "false"
@@ -127,14 +109,6 @@ def test_the_committed_results_are_valid_and_name_commits_in_the_history():
         assert not any(word.startswith("/") for word in words), file
         # None: published by others
         assert commits is None or results.provenance.commit in commits, file
-
-
-def test_the_arithmetic_of_a_cell():
-    cell = KernelCell(1024, batch=2, num_heads=12, head_dim=64)
-    assert cell.flops == 2 * 2 * 12 * 1024 * 1024 * 64
-    assert KernelCell(1024, 2, 12, 64, is_causal=False).flops == 2 * cell.flops
-    assert cell.min_bytes == 4 * 2 * 1024 * 12 * 64 * 4
-    assert KernelCell(1024, 2, 12, 64, dtype="float16").min_bytes == cell.min_bytes // 2
 
 
 def test_readers_of_results_import_neither_torch_nor_the_model():

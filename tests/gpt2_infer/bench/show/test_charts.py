@@ -6,26 +6,18 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import matplotlib.pyplot as plt
-from matplotlib.container import BarContainer
 
 from gpt2_infer.bench.record import KernelCell
 from gpt2_infer.bench.show import charts
 from gpt2_infer.bench.show.figures import main_rows
-from tests.gpt2_infer.bench.common import generation, inspection, kernel, kernels
-
-
-@pytest.fixture(autouse=True)
-def close():
-    yield
-    plt.close("all")
+from tests.gpt2_infer.bench.common import generation, kernel, kernels
 
 
 def test_every_picture_names_every_backend_of_the_first_shape():
     results = kernels()
     for seqlen in (1024, 256):
         results.rows.append(kernel("OTHER", [1.0, 2.0], cell=KernelCell(seqlen, batch=8)))
-    for file, names in ((results, {"time", "bars"}), (generation(), {"bars"}), (inspection(), {})):
+    for file, names in ((results, {"time", "bars"}), (generation(), {"bars"})):
         drawn = charts.render(file)
         assert {*drawn} == {*names}
         wanted = {row.contender for row in main_rows(file) if row.samples} - {"OTHER"}
@@ -43,22 +35,3 @@ def test_pictures_are_compared_by_text_and_not_by_the_last_digit_of_a_coordinate
     assert charts.is_same(text, re.sub(r'"([pm])[0-9a-f]{10}"', r'"\g<1>0123456789"', text))
     assert not charts.is_same(text, text.replace(at, f"1{at}", 1))
     assert not charts.is_same(text, text.replace(">400.0<", ">401.0<"))
-
-
-def test_a_line_is_its_backends_medians_with_their_whiskers():
-    left, right = charts.time_lines(kernels()).axes
-    lines = {line.get_label().split(" (")[0]: line for line in left.get_lines()}
-    assert [*map(tuple, lines["CUSTOM_CUDA_VERSION_1"].get_xydata())] == [(256, 100), (1024, 400)]
-    whiskers = [segment.tolist() for one in left.collections for segment in one.get_segments()]
-    assert [[1024, 399], [1024, 401]] in whiskers
-    assert "PYTORCH_SDPA_FLASH_ATTENTION" not in lines  # it has no samples
-    tflops = next(line for line in right.get_lines() if "VERSION_1 " in line.get_label())
-    assert tflops.get_xydata()[1][1] == pytest.approx(KernelCell(1024).flops / 400 / 1e6)
-
-
-def test_bars_are_medians_with_their_whiskers():
-    (axes,) = charts.median_bars(generation()).axes
-    (bars,) = (one for one in axes.containers if isinstance(one, BarContainer))
-    assert [bar.get_width() for bar in bars] == [2.0, 4.0, 1.5, 1.0]
-    (whisker,) = (one.get_segments()[1] for one in bars.errorbar.lines[2])
-    assert [x for x, _ in whisker] == pytest.approx([3.96, 4.04])
