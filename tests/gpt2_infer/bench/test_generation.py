@@ -3,8 +3,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
-from attention_kernels import UnknownBackendError, get_backend
+from attention_kernels import ArgumentError, UnknownBackendError, get_backend
 from attention_kernels.judge.reference import naive_attention
 from gpt2_infer import GPT2
 from gpt2_infer.bench import generation as module
@@ -119,12 +120,15 @@ def test_a_tie_that_shows_only_in_a_batch_is_a_tie(clean_registry, save_checkpoi
     assert len(ours.samples) == 2
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_what_cannot_be_compared_is_refused(monkeypatch):
     for tokens in (3, 1025):
         with pytest.raises(RequestError, match=f"max_tokens {tokens} must exceed the prompt"):
             compare("demo", ["NAIVE_PYTORCH"], max_tokens=[tokens])
     with pytest.raises(RequestError, match="not in float64"):
         compare("demo", ["NAIVE_PYTORCH"], max_tokens=[10], dtypes=["float64"])
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    with pytest.raises(ArgumentError, match="set to compute float32 products in TF32"):
+        compare("demo", ["NAIVE_PYTORCH"], max_tokens=[10])
 
 
 @pytest.mark.slow

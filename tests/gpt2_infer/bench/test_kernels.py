@@ -15,12 +15,9 @@ from tests.gpt2_infer.bench.common import TWO, add, by_name, off_by_one
 CELL = KernelCell(24, num_heads=2, head_dim=32)
 
 
-def compare(*names, cells=(CELL,), rounds=2):
-    dtypes = [*dict.fromkeys(cell.dtype for cell in cells)]
-    study = KernelStudy(
-        backends=[*names], cells=[*cells], dtypes=dtypes, device="cpu", rounds=rounds
-    )
-    return run(study)
+def compare(*names, cells=(CELL,), rounds=2, device="cpu", **settings):
+    settings |= {"dtypes": [*dict.fromkeys(cell.dtype for cell in cells)], "device": device}
+    return run(KernelStudy(backends=[*names], cells=[*cells], rounds=rounds, **settings))
 
 
 def test_kernels_are_checked_then_timed(clean_registry, monkeypatch):
@@ -56,17 +53,9 @@ def test_decode_kernels_are_checked_then_timed(clean_registry):
 
     add("TEST_FORGETFUL", None, forgetful)
     add("TEST_NO_DECODE", naive_attention)
-    study = KernelStudy(
-        backends=["TEST_FORGETFUL", "TEST_NO_DECODE", "DECODE_SPLIT_KV_VERSION_1"],
-        seqlens=[24],
-        heads=2,
-        head_dims=[32],
-        batch_sizes=[3],
-        decode=True,
-        device="cpu",
-        rounds=2,
-    )
-    found = by_name(run(study))
+    names = ("TEST_FORGETFUL", "TEST_NO_DECODE", "DECODE_SPLIT_KV_VERSION_1")
+    cell = KernelCell(24, batch=3, num_heads=2, head_dim=32, is_causal=False)
+    found = by_name(compare(*names, cells=[cell], decode=True))
     assert {name: row.status for name, row in found.items()} == {
         "NAIVE_PYTORCH": "ok",
         "TEST_FORGETFUL": "failed",
@@ -133,8 +122,8 @@ def test_a_kernel_that_breaks_its_process_costs_its_own_cell(
     plugin(BREAKS)
     monkeypatch.setattr(registry, "_discovered", False)  # it is looked for in the next listing
     cells = [KernelCell(n) for n in (64, 80, 96)]
-    study = KernelStudy(backends=["STRANGE"], cells=cells, device=device, rounds=2)
-    rows = [row for row in run(study).of("time") if row.contender == "STRANGE"]
+    found = compare("STRANGE", cells=cells, device=device).of("time")
+    rows = [row for row in found if row.contender == "STRANGE"]
     assert [row.status for row in rows] == ["ok", "failed", "ok"], [row.reason for row in rows]
     words = "device-side assert" if device == "cuda" else "it was killed by SIGABRT"
     assert words in rows[1].reason

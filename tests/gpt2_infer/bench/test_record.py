@@ -89,13 +89,8 @@ def test_an_unusable_output_is_refused_before_the_run(tmp_path):
     file.touch()
     with pytest.raises(ResultsError, match="exists: name another file"):
         check_output(file)
-    for path, words in (
-        ("/proc/r.json", "cannot be written"),
-        ("/", "is a folder"),
-        ("/no/such/r.json", "there is no folder"),
-    ):
-        with pytest.raises(RequestError, match=words):
-            check_output(Path(path))
+    with pytest.raises(RequestError, match="cannot be written"):
+        check_output(Path("/proc/r.json"))
 
 
 def test_the_committed_results_are_valid_and_name_commits_in_the_history():
