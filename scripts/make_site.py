@@ -2,15 +2,14 @@
 
     python scripts/make_site.py [--out FOLDER]
 
-README.md is the home page, and its table "Where to read on" is the navigation. Pages have the paths
-of their documents, so that links work unchanged. A linked source becomes a page, too, and a linked
+README.md is the home page; docs/site/mkdocs.yml has the navigation. Pages have the paths of their
+documents, so that links work unchanged. A linked source becomes a page, too, and a linked
 folder a list of its files; results and pictures are copied. A broken link fails the build.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -72,17 +71,6 @@ def stage(folder: Path) -> None:
         target.write_text(LINK.sub(follow, text) if has_links else text, "utf-8")
 
 
-def navigation() -> list[dict[str, str | list[str]]]:
-    """Return the questions of README.md's last table, each with its pages."""
-    table = (ROOT / "README.md").read_text("utf-8").split("## Where to read on")[1]
-    found: list[dict[str, str | list[str]]] = [{"Home": "README.md"}]
-    for cell, questions in re.findall(r"^\| (\[.*?) \| (.*?) \|$", table, re.MULTILINE):
-        pages = LINK.findall(cell)
-        question = questions.replace("`", "").partition("? ")[0].rstrip("?") + "?"
-        found.append({question: pages if len(pages) > 1 else pages[0]})
-    return found
-
-
 def main() -> int:
     """Stage the pages and build the site."""
     parser = argparse.ArgumentParser(
@@ -96,8 +84,6 @@ def main() -> int:
         for file in (ROOT / "docs" / "site").iterdir():
             shutil.copy(file, pages)
         configuration = (pages / "mkdocs.yml").rename(Path(name, "mkdocs.yml"))
-        text = configuration.read_text("utf-8")
-        configuration.write_text(f"{text}\nnav: {json.dumps(navigation())}\n", "utf-8")
         command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
         options = ["--config-file", str(configuration), "--site-dir", str(arguments.out.resolve())]
         environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from attention_kernels import AttentionError
@@ -59,17 +58,13 @@ def _run_each(names: list[str], options: list[str]) -> int:
     failed = []
     for name in names:
         print(f"\n=== {name}", flush=True)
-        started = time.monotonic()
-        child = subprocess.Popen([sys.executable, __file__, *options, name])
         try:
-            status = child.wait()
-        except KeyboardInterrupt:  # the child gets the signal, too
-            child.wait()
+            subprocess.run([sys.executable, __file__, *options, name], check=True)
+        except subprocess.CalledProcessError:
+            failed.append(name)
+        except KeyboardInterrupt:
             print(f"interrupted at {name}: rerun to resume", file=sys.stderr)
             return 130
-        print(f"=== {name}: {time.monotonic() - started:.0f} s", flush=True)
-        if status:
-            failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

@@ -28,8 +28,11 @@ def site(tmp_path_factory) -> Path:
 
 
 def test_every_document_has_a_page(site):
+    navigation = (ROOT / "docs" / "site" / "mkdocs.yml").read_text("utf-8")
     for file in [*ROOT.glob("docs/*.md"), ROOT / "results" / "README.md"]:
-        page = file.relative_to(ROOT).with_suffix(".html").as_posix()
+        name = file.relative_to(ROOT)
+        assert f" {name}\n" in navigation
+        page = name.with_suffix(".html").as_posix()
         assert (site / page.replace("README", "index")).is_file()
 
 
