@@ -43,13 +43,13 @@ def report(
     timeout_s: Annotated[Seconds, TIMEOUT] = 600.0,
     live: Annotated[bool, HIDDEN] = False,
 ) -> Page:
-    """Write an HTML report on kernels, line by line, and on results.
+    """Write an HTML report on kernels, line by line.
 
     Raises RequestError and the errors of make_page().
 
     Args:
-        names: backend names, version files, *.cu, or results files, *.json
-        family: ladder whose versions are added, with the predictions in the results
+        names: backend names or version files, *.cu; they are verified and predicted, too
+        family: ladder whose versions are added
         out: HTML file
         gpu: GPU to predict for, or none
         seqlen: sequence length in tokens
@@ -62,14 +62,12 @@ def report(
     from gpt2_infer.bench.record import Shape
 
     check_writable(out)
-    files = [Path(name) for name in names if name.endswith(".json")]
     versions = selection.versions_of(family) if family else {}
-    own = versions_of(name for name in names if not name.endswith(".json"))
+    own = versions_of(names)
     versions |= own
-    if not versions and not files:
-        raise RequestError("nothing to report: give backends, version files, results or --family")
-    first = next(iter(versions.values()), None)
-    head_dim = head_dim or (usual_head_dim(first) if first else 64)
+    if not versions:
+        raise RequestError("nothing to report: give backends, version files or --family")
+    head_dim = head_dim or usual_head_dim(next(iter(versions.values())))
     shape = Shape(batch=1, num_heads=1, seqlen=seqlen, head_dim=head_dim, is_causal=not full)
     try:
         from gpt2_infer.bench.report import make_page
@@ -78,7 +76,6 @@ def report(
     verdicts = dict(_verdicts(own, timeout_s, live)) if own else {}
     page = make_page(
         versions,
-        files,
         shape,
         gpu=None if gpu == "none" else gpu,
         predict=own,

@@ -14,7 +14,7 @@ from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.judge.truth import Verdict
 from gpt2_infer.cli import COMMANDS
-from tests.gpt2_infer.bench.common import file_of, kernel, kernels
+from tests.gpt2_infer.bench.common import file_of, kernel
 from tests.gpt2_infer.cli.program import ROOT, run
 from tests.gpt2_infer.cli.test_predict import FOUND
 
@@ -84,7 +84,10 @@ COMMAND = {  # the words, and the names of the fields
         {"model", "dtype", "products", "input", "bytes", "window", "stride", "scores"},
     ),
     "predict": (["CUSTOM_CUDA_VERSION_12"], {*vars(FOUND), "bound", "likely_us"} - {"stalls"}),
-    "report": (["RESULTS", "--out", "OUT"], {"out", "bytes", "failed"}),
+    "report": (
+        ["CUSTOM_CUDA_VERSION_1", "--gpu", "none", "--out", "OUT"],
+        {"out", "bytes", "failed"},
+    ),
     "verify": (["NAIVE_PYTORCH", "--device", "cpu", "--no-timing"], {"passed", "backends"}),
 }
 
@@ -128,9 +131,8 @@ def test_json_has_the_documented_fields(command, capsys, tmp_path, monkeypatch):
     if command == "report":
         pytest.importorskip("jinja2")
         pytest.importorskip("pygments")
-        kernels().write(tmp_path / "results.json")
-    places = {"OUT": str(tmp_path / "out"), "RESULTS": str(tmp_path / "results.json")}
-    words = [places.get(word, word) for word in words]
+        monkeypatch.setattr("gpt2_infer.bench.report.count_accesses", lambda *_, **__: [ACCESS])
+    words = [str(tmp_path / "out") if word == "OUT" else word for word in words]
     if command == "batch":
         words += ["--out", str(tmp_path / "texts")]
     status, out, _ = run(capsys, command, *words, "--json")
