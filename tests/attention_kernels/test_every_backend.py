@@ -20,7 +20,6 @@ from attention_kernels.judge.suite import Case, DecodeCase, cases_for, run_case
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import FP32, OLDER, QUICK, STRIDED_HALF, op_of
-from tests.conftest import emulator_settings
 
 SPECS = [spec for spec in list_backends() if spec.chooses is None]  # an alias runs one of them
 HEAD_DIMS = (32, 64, 128)
@@ -150,9 +149,14 @@ def test_neither_the_order_of_threads_nor_unwritten_memory_matters(
         case = DecodeCase(64, dtype, lengths=EDGES, max_seqlen=max(EDGES))
         inputs = [case.inputs(device)]
     expected = [call(spec, x) for x in inputs]
-    for setting in emulator_settings(monkeypatch):
+    for settings in (
+        {"ORDER": "reverse", "POISON": "41200000", "THREADS": "1"},  # the poison is 10.0f
+        {"ORDER": "shuffle:1"},
+    ):
+        for name, value in settings.items():
+            monkeypatch.setenv(f"ATTENTION_EMULATOR_{name}", value)
         for x, o in zip(inputs, expected, strict=True):
-            assert torch.equal(call(spec, x), o), setting
+            assert torch.equal(call(spec, x), o), settings
 
 
 @each(lambda spec: spec.head_dims or len(spec.dtypes) < len(DTYPES), dtypes=1)
