@@ -23,6 +23,7 @@ from pathlib import Path
 from attention_kernels import ladder, list_backends
 from gpt2_infer.bench.record import Shape, newest
 from gpt2_infer.bench.report import make_page
+from gpt2_infer.bench.show.page import measured
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
@@ -97,7 +98,7 @@ def report() -> str:
     list_backends()
     versions = ladder.versions()
     shape = Shape(num_heads=1, seqlen=128, head_dim=64)
-    files = [newest(ROOT / "results", name) for name in RESULTS]
+    files = [measured(newest(ROOT / "results", name)) for name in RESULTS]
     return make_page({name: versions[name] for name in REPORTED}, files, shape, gpu="h200")
 
 

@@ -46,7 +46,7 @@ clock.OUTSIDE["cpu"] = clock.REPEATED["cpu"] = float("inf")  # other tests run, 
 for line in Path("commands").read_text().splitlines():
     assert main(line.split()) == 0
 assert SCHEMA.is_file()
-export.plan(header.versions()[0], Path("exported")).write(export.Evidence("", ""))
+export.plan(header.versions()[0], Path("exported")).write("", "")
 assert [file.name for file in prebuilt.FOLDER.iterdir()] == ["v01-0123456789abcdef.so"]
 print(gpt2_infer.__file__, *charts.render(read(Path("r.json"))), len(study.load()), sep="\\n")
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
@@ -26,7 +25,7 @@ NO_PREDICTION = "no prediction committed"
 
 def make_page(
     versions: Mapping[str, VersionHeader],
-    files: Sequence[Path],
+    measured: Sequence[page.Measured],
     shape: Shape,
     *,
     gpu: str | None = None,
@@ -36,15 +35,14 @@ def make_page(
 ) -> str:
     """Return the HTML page on versions, given by name, and on results files.
 
-    shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
-    and stalls for, a name in gpus(); None for no predictions. predict: the versions to predict if
-    the results have no stalls of them. verdicts: the judge's reports on versions, or why there is
-    none. If a version's accesses cannot be counted, the reason is shown. Raises ResultsError,
-    RequestError, or BuildError if a version does not compile.
+    measured: the files, read. shape: the shape to run the versions with in the emulator. gpu: the
+    GPU to show predicted times and stalls for, a name in gpus(); None for no predictions. predict:
+    the versions to predict if the results have no stalls of them. verdicts: the judge's reports on
+    versions, or why there is none. If a version's accesses cannot be counted, the reason is shown.
+    Raises RequestError, or BuildError if a version does not compile.
     """
     if gpu:
         find_gpu(gpu)  # fail on an unknown name before minutes of counting
-    measured = [page.measured(path) for path in files]
     kernels = _record(versions, shape, timeout_s)
     for kernel in kernels:
         if isinstance(found := verdicts.get(kernel.name), Report):

@@ -14,12 +14,6 @@ from gpt2_infer.cli.console import EXIT_NO_ROW, print_error
 from gpt2_infer.cli.options import Count, Model, Text, matching
 from gpt2_infer.errors import RequestError
 
-INPUT = (
-    "prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and, optionally, "
-    "id; or text (.txt), one prompt per line"
-)
-
-
 SHARD = matching(
     r"\d{1,9}/\d{1,9}",
     "a shard such as 0/4",

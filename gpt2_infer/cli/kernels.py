@@ -60,8 +60,7 @@ def kernels(
         raise RequestError(f"no ladder named {family}, only {', '.join(ladder.families())}")
     taken = {head_dim for version in versions.values() for head_dim in version.head_dims}
     if unknown := {*head_dims} - taken:
-        of = ", ".join(names) or family or "fp32"
-        raise RequestError(f"no version of {of} supports head_dim {', '.join(map(str, unknown))}")
+        raise RequestError(f"no version here supports head_dim {min(unknown)}")
     return resources.resource_table(
         list(versions.values()), archs or resources.ARCHS, head_dims or sorted(taken)
     )

@@ -12,6 +12,7 @@ import torch
 
 from gpt2_infer import GPT2, RequestError
 from gpt2_infer import diverge as module
+from gpt2_infer.cli.console import plain
 from gpt2_infer.diverge import diverge
 from gpt2_infer.engines import base, fused, make_engine
 from gpt2_infer.engines.cached import Cached
@@ -146,7 +147,7 @@ def test_logits_that_are_not_finite_are_a_bug_and_the_json_stays_json(demo, brea
     result = compare(demo)
     assert result.b.logits_error == math.inf
     assert result.b.faults[0] == "its logits are not finite"
-    value = json.loads(json.dumps(result.to_json()), parse_constant=pytest.fail)
+    value = plain(result)
     assert value["b"]["logits_error"] is None
     assert value["verdict"] == "bug in B"
 

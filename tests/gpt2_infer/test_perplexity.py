@@ -112,10 +112,10 @@ def test_the_command_prints_a_table_or_json(capsys):
     status, out, _ = run(capsys, *options, "--backend", "pytorch-sdpa-math")
     assert status == 0
     assert re.search(r"^PYTORCH_SDPA_MATH +\d\.\d{6} +\d+\.\d{5} +[+-]\d\.\d\de", out, re.M)
-    assert "60 tokens, " in out
+    assert "60 tokens; " in out
     status, out, _ = run(capsys, *options, "--json")
     assert status == 0
-    (score,) = json.loads(out)["scores"]
+    (score,) = json.loads(out)
     assert score["perplexity"] == pytest.approx(math.exp(score["nats"] / 60))
     status, _, err = run(capsys, *options, "nowhere.txt")
     assert (status, err.count("\n")) == (2, 1)

@@ -19,7 +19,7 @@ from attention_kernels.ladder.header import parse_header
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import Shape
 from gpt2_infer.bench.report import make_page
-from gpt2_infer.bench.show.page import Measured
+from gpt2_infer.bench.show.page import Measured, measured
 from tests.gpt2_infer.bench.common import kernel, kernels, stalls
 
 pytestmark = pytest.mark.slow  # versions are compiled for the emulator
@@ -79,7 +79,7 @@ def make(folder: Path) -> str:
     stalls(stalled).write(folder / "stalls.json")
     versions[HOSTILE] = parse_header(folder / "v03_hostile.cu")
     shape = Shape(**SHAPE)
-    files = [folder / "results.json", folder / "stalls.json"]
+    files = [measured(folder / name) for name in ("results.json", "stalls.json")]
     verdicts = {NAMES[V2]: failed(), HOSTILE: "it needs a GPU"}
     return make_page(versions, files, shape, gpu="h200", predict=[NAMES[V1]], verdicts=verdicts)
 
