@@ -13,10 +13,10 @@ from attention_kernels import ladder, registry
 from attention_kernels.contract import dtype_name
 from attention_kernels.inspection import resources
 from attention_kernels.inspection.sanitize import sanitize
-from attention_kernels.judge import conformance
-from attention_kernels.judge.conformance import Report
+from attention_kernels.judge import suite
 from attention_kernels.judge.pattern import pattern
-from attention_kernels.judge.reference import budget_factor
+from attention_kernels.judge.suite import Report
+from attention_kernels.judge.truth import budget_factor
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.record import Row
@@ -122,13 +122,13 @@ def verify(
     """Check a backend, and time it if it passes, unless it is emulated or `quick`.
 
     sanitized: run the sanitizers first. The other arguments and errors are those of
-    conformance.verify().
+    suite.verify().
     """
     if timed:  # before the kernel's process could write a file in a module's place
         importlib.import_module("gpt2_infer.bench.kernels")
     if sanitized and (faulty := _sanitize(name, device, quick=quick)):
         return faulty
-    report = conformance.verify(
+    report = suite.verify(
         name,
         device,
         dtypes=dtypes,
@@ -150,7 +150,7 @@ def verify(
 def _sanitize(name: str, device: str | None, *, quick: bool) -> Findings | None:
     """Return the faults that the sanitizers of the device report; None if there are none."""
     spec = ladder.resolve(name)
-    device = device or registry.preferred_device(spec)
+    device = registry.device_for(spec, device)
     print(f"{spec.name} on {device}: looking for bad accesses and races ...", file=sys.stderr)
     faults = sanitize([name], device)
     failures = [Failure("sanitizers", "bad accesses and races", fault) for fault in faults]

@@ -15,7 +15,7 @@ from gpt2_infer.errors import RequestError
 from gpt2_infer.files import check_writable
 
 if TYPE_CHECKING:
-    from attention_kernels.judge.conformance import Report
+    from attention_kernels.judge.suite import Report
     from attention_kernels.ladder.header import VersionHeader
 
 
@@ -106,10 +106,10 @@ def exit_status(found: Page) -> int:
 def _verdict(version: VersionHeader, timeout_s: float) -> Report | str:
     """Return the result of the first checks of `verify` on the CPU, or why they cannot run."""
     from attention_kernels import UnavailableBackendError, UnsupportedError
-    from attention_kernels.judge import conformance
+    from attention_kernels.judge import suite
 
     try:
-        return conformance.verify(
+        return suite.verify(
             str(version.path), "cpu", quick=True, progress=True, timeout_s=timeout_s
         )
     except (UnavailableBackendError, UnsupportedError) as error:

@@ -44,7 +44,7 @@ def verify(
     Passed means that no check of a suite, with inputs drawn from `seed`, found an error over its
     budget, a dependence on later keys, a race or state shared between calls. It is no proof. The
     kernel runs in a process of its own; timeout_s limits each check. Without a seed, one is drawn
-    and reported, to repeat the run. Raises the errors of conformance.verify().
+    and reported, to repeat the run. Raises the errors of suite.verify().
 
     Args:
         name: backend name or version file, *.cu
@@ -125,11 +125,11 @@ def _lines(found: Findings) -> Iterator[str]:
 
 def _scope(found: Findings) -> Iterator[str]:
     """Yield what was tested by which budgets, if not everything by the usual ones."""
-    from attention_kernels.judge import cases, conformance
+    from attention_kernels.judge import cases, suite
 
     report = found.report
     if found.quick:
-        share = f"{conformance.QUICK_SHARE:.0%} of the planted faults"
+        share = f"{suite.QUICK_SHARE:.0%} of the planted faults"
         yield f"  quick: the beginning of the suite, in which {share} show"
     if found.emulated and report.has_attention:
         yield f"  no length above {cases.LONGEST_EMULATED:,}: it was emulated"

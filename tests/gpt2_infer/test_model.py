@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2, ConfigError, GPT2Config, RequestError
 from gpt2_infer.model import KVCache, check_backend
 from tests.gpt2_infer.bench.common import add

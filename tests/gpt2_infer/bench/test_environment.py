@@ -9,8 +9,8 @@ import torch
 
 from attention_kernels import BackendSpec, get_backend
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.reference import naive_attention
-from attention_kernels.judge.worker import Elsewhere
+from attention_kernels.judge.plugins import Elsewhere
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer.bench import environment
 
 

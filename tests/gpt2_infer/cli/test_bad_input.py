@@ -18,6 +18,7 @@ REFUSED = [  # without a command, options of generate
     ("nonsense", "Unused Tokens: ['nonsense']"),
     ("--json verify X", "Unused Tokens: ['verify', 'X']"),
     ("--model", "--model requires an argument"),
+    ("--max-new-tokens 8 --max-new-tokens 9", "--max-new-tokens specified multiple times"),
     ("--dtype float8", '"float8" for --dtype. Choose from: "float32", "float16", "bfloat16"'),
     ("--device gpu", "device must be cuda or cpu, not 'gpu'"),
     ("batch x --out TMP/out --ray --device cuda:1", "device cuda:1: Ray itself chooses the GPU"),

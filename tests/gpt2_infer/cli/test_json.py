@@ -11,9 +11,9 @@ import pytest
 from attention_kernels import ladder
 from attention_kernels.inspection import accesses, resources
 from attention_kernels.inspection.sass import predict
-from attention_kernels.judge.conformance import Failure, Report
 from attention_kernels.judge.inputs import Case
-from attention_kernels.judge.reference import Verdict
+from attention_kernels.judge.suite import Failure, Report
+from attention_kernels.judge.truth import Verdict
 from gpt2_infer.cli import COMMANDS
 from tests.gpt2_infer.bench.common import kernels
 from tests.gpt2_infer.cli.program import ROOT, run
@@ -66,7 +66,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
     monkeypatch.setattr(resources, "resource_table", lambda *_, **__: [RESOURCES])
     monkeypatch.setattr(resources, "compile_summary", lambda *_: "64 registers, no spills")
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", report_of())
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", report_of())
 
 
 @pytest.mark.usefixtures("quick")
@@ -95,7 +95,7 @@ def test_verify_tells_a_program_what_failed(capsys, monkeypatch):
     case, why = Case(8, 32), "the output is not finite"
     worst = case, Verdict(math.inf, 1e-6, 1e-7)
     found = {"failures": [Failure(str(case), why)], "refusals": ["head_dim 8"], "worst": worst}
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", report_of(**found))
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", report_of(**found))
     status, out, _ = run(capsys, "verify", "NAIVE_PYTORCH", "--device", "cpu", "--json")
     assert status == 1
     value = parsed(out)

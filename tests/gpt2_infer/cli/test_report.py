@@ -8,7 +8,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("pygments")
 
 from attention_kernels import get_backend
-from attention_kernels.judge.conformance import Failure, Report
+from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.ladder import compilers
 from tests.gpt2_infer.bench.common import kernels
 from tests.gpt2_infer.cli.program import run
@@ -17,7 +17,7 @@ from tests.gpt2_infer.cli.program import run
 def test_a_page_may_show_results_alone_and_bad_input_is_refused_before_any_check(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", None)
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", None)
     results, page = tmp_path / "r.json", tmp_path / "page.html"
     fifo = tmp_path / "fifo.json"
     os.mkfifo(fifo)
@@ -49,7 +49,7 @@ def test_a_wrong_kernel_has_its_verdict_on_the_page_and_the_exit_status_of_verif
 ):
     name, page = "CUSTOM_CUDA_VERSION_2", tmp_path / "page.html"
     found = Report(get_backend(name), "cpu", 7, checks=35, failures=[Failure("seqlen 1", "bad")])
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", lambda *_, **__: found)
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", lambda *_, **__: found)
     command = ["report", name, "--seqlen", "1", "--gpu", "none", "--out", str(page)]
     status, out, _ = run(capsys, *command)
     assert (status, out.startswith(f"FAILED: {name}\n")) == (1, True)

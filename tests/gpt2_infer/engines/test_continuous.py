@@ -9,7 +9,7 @@ import torch
 
 from attention_kernels import get_backend
 from attention_kernels.backends import pytorch
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2, RequestError, Sampling, generate
 from gpt2_infer import sampling as torch_sampling
 from gpt2_infer.engines import continuous, slots

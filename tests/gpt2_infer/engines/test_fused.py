@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.cuda import green_contexts
 
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import load_op

@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 
 from attention_kernels.errors import describe
 from attention_kernels.inspection.accesses import BY_LANE
-from attention_kernels.judge.conformance import Report
+from attention_kernels.judge.suite import Report
 from gpt2_infer.bench.prediction import find_gpu, timed_on
 from gpt2_infer.bench.record import File, ResultsError, Row, Shape, read, timings_of
 from gpt2_infer.bench.show import charts
