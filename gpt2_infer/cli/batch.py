@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -98,7 +96,6 @@ def batch(
         part_rows=part_rows,
         batch_size=None if batch_size == "auto" else batch_size,
     )
-    started = time.perf_counter()
     with tqdm(unit="row", disable=None) as bar:
         how |= {"on_rows": bar.update}
         if ray is not None:
@@ -106,7 +103,6 @@ def batch(
             entries = job.run_on_ray(inputs, out, settings, address=address, workers=workers, **how)
         else:
             entries = job.run(inputs, out, settings, shard=shard or (0, 1), **how)
-    print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
     rows, errors = sum(e.rows for e in entries), sum(e.errors for e in entries)
     return Completed(rows, errors, len(entries), str(out))
 

@@ -45,8 +45,8 @@ def compare(
     """Check backends, and time them in every combination of the lists, in interleaved rounds.
 
     A time counts only if the outputs of the timed calls are right and two clocks agree; otherwise
-    the status says so. Emulated kernels have no time. out: None writes no file. Raises RequestError
-    and the errors of study.run().
+    the status says so. Emulated kernels have no time. An interrupted comparison resumes when it is
+    repeated. out: None writes no file. Raises RequestError and the errors of study.run().
 
     Args:
         task: what to time
@@ -79,13 +79,7 @@ def compare(
     settings = {k: v for k, v in given.items() if k not in ("task", "out", "name")}
     for option in settings.keys() - {*kind.__struct_fields__}:
         raise RequestError(f"--{option.replace('_', '-')} is not for --task {task}")
-    try:
-        found = study.run(msgspec.convert(settings, kind, strict=False), name or task, out)
-    except KeyboardInterrupt:
-        partial = out and out.with_name(f"{out.name}.partial")
-        kept = f"rerun to resume from {partial}" if partial and partial.exists() else "no results"
-        print(f"\ninterrupted: {kept}", file=sys.stderr)
-        raise
+    found = study.run(msgspec.convert(settings, kind, strict=False), name or task, out)
     if out:
         print(f"wrote {out}", file=sys.stderr)
     return found

@@ -14,7 +14,6 @@ from cyclopts import Parameter
 
 from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
 from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN, Model, Text
-from gpt2_infer.cli.summary import format_report, make_report
 from gpt2_infer.errors import RequestError
 
 
@@ -71,6 +70,7 @@ def generate(
 
     from attention_kernels import ladder
     from gpt2_infer import generation
+    from gpt2_infer.summary import format_report, make_report
 
     settings = text.settings(model)
     mode = "kv-cache" if kv_cache else "recompute"

@@ -27,7 +27,7 @@ REFUSED = [  # without a command, options of generate
     ("batch x --out TMP/out --shard 1", "--shard: must be a shard such as 0/4, not '1'"),
     ("batch x --out TMP/out --shard 0/2 --ray", "--shard and --ray exclude each other"),
     ("batch x --out TMP/out --workers 2", "--workers needs --ray"),
-    ("kernels --arch 90 v01_mine.cu", "such as 90 or sm_90, not 'v01_mine.cu'"),
+    ("kernels --arch 90 v01_mine.cu", "--arch: must be an integer from 1"),
     ("--backend NAIVE_PYTORHC", "'NAIVE_PYTORHC': did you mean NAIVE_PYTORCH?\n"),
     ("--backend TMP/none.cu", "there is no file TMP/none.cu"),
     ("--backend PYTORCH_SDPA_CUDNN_ATTENTION", "is not available here: "),

@@ -1,35 +1,26 @@
-"""The run report, printed after the text."""
+"""What a run of generate() was and how long it took, for programs and in words."""
 
 from __future__ import annotations
 
 import statistics
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gpt2_infer.generation import Generation
-    from gpt2_infer.model import GPT2
+import torch
+
+from attention_kernels.contract import dtype_name
+from attention_kernels.ladder import is_prebuilt
+from gpt2_infer.generation import Generation
+from gpt2_infer.model import GPT2
 
 
 def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) -> dict[str, Any]:
     """Return what ran and how long it took, for the model `name`, loaded in load_s seconds."""
-    import torch
-
-    from attention_kernels import ladder
-    from attention_kernels.contract import dtype_name
-
-    if model.device.type == "cuda":
+    on_cuda = model.device.type == "cuda"
+    device = f"cpu ({torch.get_num_threads()} threads)"
+    if on_cuda:
         device = f"{model.device} ({torch.cuda.get_device_name(model.device)})"
-        memory = torch.cuda.max_memory_allocated(model.device)
-    else:
-        import resource
-
-        device = f"cpu ({torch.get_num_threads()} threads)"
-        unit = 1 if sys.platform == "darwin" else 1024
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     specs = {result.attention: model.attention, result.decode_attention: model.decode_attention}
     emulated = [n for n, spec in specs.items() if n and model.device.type in spec.emulated_on]
-    on_gpu = {n: spec for n, spec in specs.items() if n and model.device.type == "cuda"}
     report = {
         "model": name,
         "attention": result.attention,
@@ -45,9 +36,10 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
         "finish_reasons": result.finish_reasons,
         "load_s": round(load_s, 4),
         "emulated_backends": emulated,
-        "prebuilt_backends": [n for n, spec in on_gpu.items() if ladder.is_prebuilt(spec)],
-        "peak_memory_bytes": memory,
+        "prebuilt_backends": [n for n, x in specs.items() if n and on_cuda and is_prebuilt(x)],
     }
+    if on_cuda:
+        report["peak_memory_bytes"] = torch.cuda.max_memory_allocated(model.device)
     if not emulated:
         report |= {
             "warm_up_s": round(result.warm_up_s, 4),
@@ -102,5 +94,6 @@ def format_report(report: dict[str, Any]) -> str:
     if "weights_gb_s" in report:
         size, speed = report["step_bytes"] / 1e6, report["weights_gb_s"]
         lines["weights"] = f"{size:.1f} MB per step, read at {speed:.0f} GB/s"
-    lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
+    if "peak_memory_bytes" in report:
+        lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
     return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines.items())
