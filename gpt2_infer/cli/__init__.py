@@ -7,6 +7,7 @@ torch; a command imports it when it runs.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import io
@@ -23,7 +24,6 @@ from typing import Annotated, Any
 import cyclopts
 import docstring_parser
 from cyclopts import Parameter
-from rich.console import Console
 
 from gpt2_infer import __version__
 from gpt2_infer.cli import console
@@ -135,7 +135,6 @@ def parse(argv: Sequence[str]) -> Call | str:
         words.remove(first)
         name, program = first, f"gpt2-infer {first}"
     function = function_of(name)
-    output = io.StringIO()
     app = cyclopts.App(
         name=program,
         help=first_line(function),
@@ -147,14 +146,14 @@ def parse(argv: Sequence[str]) -> Call | str:
         version_flags="--version",
         default_parameter=Parameter(negative=(), show_default=_default),
         config=no_word_is_none,
-        console=Console(file=output),
     )
     app.default(_with_flags(function))
     for other in COMMANDS if first not in COMMANDS else ():  # for the help
         app.command(cyclopts.App(name=other, help=first_line(function_of(other)), group="Commands"))
     called, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     if called is not app.default_command:  # help or version
-        called(*bound.args, **bound.kwargs)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            called(*bound.args, **bound.kwargs)
         return output.getvalue().rstrip()
     bound.apply_defaults()
     arguments = dict(bound.arguments)

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from attention_kernels import list_backends
 from gpt2_infer.bench.record import read
-from gpt2_infer.bench.study import Progress, load
+from gpt2_infer.bench.study import load
 from tests.gpt2_infer.bench.common import add, off_by_one
 from tests.gpt2_infer.cli.program import ROOT, run
 
@@ -33,28 +32,6 @@ def test_kernels_are_compared_and_written_once(tmp_path, capsys, clean_registry)
     assert status == 2
     assert "r.json exists: name another file, or delete it" in err
     assert (tmp_path / "r.json").read_text() == written
-
-
-def test_the_same_command_resumes_after_ctrl_c(tmp_path, capsys, monkeypatch):
-    out, partial = tmp_path / "r.json", tmp_path / "r.json.partial"
-    words = ["compare", *KERNEL, "--seqlens", "8", "16", "--backends", "NAIVE_PYTORCH"]
-    words += ["--out", str(out)]
-    add_cell = Progress.add
-
-    def interrupted(*arguments):
-        add_cell(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Progress, "add", interrupted)
-        status, _, err = run(capsys, *words)
-    assert status == 130
-    assert f"rerun to resume from {partial}" in err
-    done = json.loads(partial.read_text().splitlines()[1])[1][0]["samples"]
-    assert run(capsys, *words)[0] == 0
-    assert read(out).rows[0].samples == done
-    assert read(out).provenance.resumed_from
-    assert not partial.exists()
 
 
 def test_every_study_names_existing_families_and_backends():

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-import gpt2_infer
 from gpt2_infer.cli import COMMANDS, main
 from tests.conftest import rewrite
 from tests.gpt2_infer.cli.program import DEMO, ROOT, run, unless
@@ -37,10 +36,6 @@ def test_help_needs_no_torch_and_lists_every_command():
         assert any(re.search(rf"^\W+{name} +[A-Z]", line) for line in helps), name
 
 
-def test_version(capsys):
-    assert run(capsys, "--version")[:2] == (0, f"gpt2-infer {gpt2_infer.__version__}\n")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "status", "error"),
@@ -58,13 +53,6 @@ def test_closed_and_full_streams(words, status, error):
     assert done.returncode == status, done.stderr
     assert error in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_standard_input_may_be_closed(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    status, _, err = run(capsys, *DEMO, "--prompt-file", "-")
-    assert status == 2
-    assert "error: --prompt-file -: standard input is closed" in err
 
 
 def test_a_tensors_name_cannot_write_to_the_terminal(capsys, save_checkpoint):

@@ -170,7 +170,7 @@ def test_every_negative_control_fails_with_its_reason(stem, words, capsys, in_th
 def test_what_the_sanitizer_finds_fails_and_the_suite_does_not_run(capsys, monkeypatch):
     """What it finds is in test_cuda.py."""
     fault = "AddressSanitizer: a fault"
-    monkeypatch.setattr("gpt2_infer.bench.verdict.sanitize", lambda *_: [fault])
+    monkeypatch.setattr("attention_kernels.inspection.sanitize.sanitize", lambda *_: [fault])
     status, out, _ = verified(capsys, "CUSTOM_CUDA_VERSION_1", "--sanitize")
     assert status == 1
     assert "  the suite did not run\n" in out
