@@ -52,7 +52,7 @@ class Profile(Subject[Shape]):
     def __init__(self, study: ProfileStudy) -> None:
         resolve_device("cuda")
         self.device, self.specs = "cuda", _specs(study.family)
-        self.family, self.cells = study.family, [selection.shape_of(study)]
+        self.family, self.cells = study.family, [study.shape]
         self.counters, missing = known_counters()
         self.facts = {"counters": METRICS, "not_on_this_gpu": missing}
 

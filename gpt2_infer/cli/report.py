@@ -41,13 +41,13 @@ def report(
     full: bool = False,
     timeout_s: Annotated[Seconds, TIMEOUT] = 600.0,
 ) -> Page:
-    """Write an HTML report on kernels, line by line, and on results.
+    """Write an HTML report on kernels, line by line.
 
     Raises RequestError and the errors of make_page().
 
     Args:
-        names: backend names, version files, *.cu, or results files, *.json
-        family: ladder whose versions are added, with the predictions in the results
+        names: backend names or version files, *.cu; they are verified and predicted, too
+        family: ladder whose versions are added
         out: HTML file
         gpu: GPU to predict for, or none
         seqlen: sequence length in tokens
@@ -60,32 +60,22 @@ def report(
     from gpt2_infer.bench.record import Shape
 
     check_writable(out)
-    files = [Path(name) for name in names if name.endswith(".json")]
-    versions = selection.versions_of(family) if family else {}
-    own = versions_of(name for name in names if not name.endswith(".json"))
-    versions |= own
-    if not versions and not files:
-        raise RequestError("nothing to report: give backends, version files, results or --family")
-    head_dim = head_dim or next(map(selection.usual_head_dim, versions.values()), 64)
+    card = None if gpu == "none" else gpu
+    if card:
+        find_gpu(card)  # an unknown name is refused before minutes of checks
+    own = versions_of(names)
+    versions = (selection.versions_of(family) if family else {}) | own
+    if not versions:
+        raise RequestError("nothing to report: give backends, version files or --family")
+    head_dim = head_dim or selection.usual_head_dim(next(iter(versions.values())))
     shape = Shape(batch=1, num_heads=1, seqlen=seqlen, head_dim=head_dim, is_causal=not full)
     try:
         from gpt2_infer.bench.report import make_page
-        from gpt2_infer.bench.show.page import measured
     except ModuleNotFoundError as error:
         raise RequestError(f"{error.name} is missing: install gpt2-infer[report]") from error
-    # Bad files and names are refused before minutes of checks.
-    results, card = [*map(measured, files)], None if gpu == "none" else gpu
-    if card:
-        find_gpu(card)
     verdicts = {name: _verdict(version, timeout_s) for name, version in own.items()}
     page = make_page(
-        versions,
-        results,
-        shape,
-        gpu=card,
-        predict=own,
-        verdicts=verdicts,
-        timeout_s=timeout_s,
+        versions, shape, gpu=card, predict=own, verdicts=verdicts, timeout_s=timeout_s
     )
     out.write_text(page, "utf-8")
     failed = [k for k, found in verdicts.items() if not (isinstance(found, str) or found.passed)]

@@ -35,12 +35,6 @@ def show(task: str, device: str = "", *, rows: str = "", columns: str = "") -> N
     _print_tables(tables.tables(_link(path), file), rows, columns)
 
 
-def section(heading: str, task: str) -> None:
-    """Print a heading and a task's tables."""
-    _print(heading)
-    show(task)
-
-
 def picture(task: str, plot: str) -> None:
     """Print the link to a picture, which `python scripts/plot_results.py` draws."""
     _print(f"!{_link(Path('results', 'plots', f'{task}_{plot}.svg'), f'{task}, {plot}')}\n")

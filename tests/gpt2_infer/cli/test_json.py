@@ -15,7 +15,6 @@ from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.judge.truth import Verdict
 from gpt2_infer.cli import COMMANDS
-from tests.gpt2_infer.bench.common import kernels
 from tests.gpt2_infer.cli.program import ROOT, run
 from tests.gpt2_infer.cli.test_predict import FOUND
 
@@ -41,7 +40,7 @@ COMMAND = {
     "kernels": ["CUSTOM_CUDA_VERSION_1"],
     "perplexity": [*MODEL, "--max-tokens", "8"],
     "predict": ["CUSTOM_CUDA_VERSION_12"],
-    "report": ["RESULTS", "--out", "OUT"],
+    "report": ["CUSTOM_CUDA_VERSION_1", "--gpu", "none", "--out", "OUT"],
     "verify": ["NAIVE_PYTORCH", "--device", "cpu", "--no-timing"],
 }
 
@@ -73,12 +72,11 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "mcp"])
 def test_json_has_the_documented_fields(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    places = {"OUT": str(tmp_path / "out"), "RESULTS": str(tmp_path / "results.json")}
     if command == "report":
         pytest.importorskip("jinja2")
         pytest.importorskip("pygments")
-        kernels().write(tmp_path / "results.json")
-    words = [places.get(word, word) for word in COMMAND[command]]
+        monkeypatch.setattr("gpt2_infer.bench.report.count_accesses", lambda *_, **__: [ACCESS])
+    words = [str(tmp_path / "out") if word == "OUT" else word for word in COMMAND[command]]
     status, out, _ = run(capsys, command, *words, "--json")
     assert status == 0
     value = parsed(out)

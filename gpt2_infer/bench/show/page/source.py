@@ -17,7 +17,6 @@ from attention_kernels.inspection.accesses import Access
 from attention_kernels.inspection.sass.stalls import StalledLine, Stalls
 from attention_kernels.judge.suite import Failure
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench.show.figures import group_by
 
 COUNTERS = {
     "requests": "warps executing an access",
@@ -143,38 +142,3 @@ def _highlight(text: str) -> Iterator[Markup]:
 def _joined(line: Markup) -> Markup:
     """Merge adjacent elements of the same kind."""
     return Markup(re.sub(r"</(\w+)>( *)<\1>", r"\2", line))
-
-
-# ---- One request ---------------------------------------------------------------------------------
-
-
-def runs(offsets: Sequence[int | None]) -> list[tuple[int, int, int, int]]:
-    """Return runs of lanes: first lane, last lane, first offset, step from lane to lane."""
-    found: list[tuple[int, int, int, int]] = []
-    for lane, offset in enumerate(offsets):
-        if offset is None:
-            continue
-        if found:
-            first, last, start, step = found[-1]
-            now = offset - start - step * (last - first)
-            if last == lane - 1 and (first == last or now == step):
-                found[-1] = (first, lane, start, now)
-                continue
-        found.append((lane, lane, offset, 0))
-    return found
-
-
-def busy_banks(access: Access) -> set[tuple[int, int]]:
-    """Return (lane, bank) pairs in conflict: lanes served together need different words."""
-    group = 32 if access.bytes <= 4 else max(1, 128 // access.bytes)
-    wanted = [
-        (lane, (offset + byte) // 4)
-        for lane, offset in enumerate(access.costliest.offsets)
-        if offset is not None
-        for byte in range(0, access.bytes, 4)
-    ]
-    found = set[tuple[int, int]]()
-    for (_, bank), here in group_by(wanted, lambda one: (one[0] // group, one[1] % 32)).items():
-        if len({word for _, word in here}) > 1:
-            found |= {(lane, bank) for lane, _ in here}
-    return found
