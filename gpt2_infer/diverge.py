@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -192,12 +191,11 @@ class Divergence:
         return f"not tested: more than {tried} tokens at once{beyond}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return every field, the verdict and the faults; null for a number that is not finite."""
+        """Return every field, the verdict and the faults."""
         value = {"verdict": self.verdict, **asdict(self), "untried": self.untried}
         for name, side in (("a", self.a), ("b", self.b)):
             value[name]["faults"] = side.faults
-        finite: dict[str, Any] = json.loads(json.dumps(value), parse_constant=lambda _: None)
-        return finite
+        return value
 
     def __str__(self) -> str:
         """Return a readable report; the last line is the verdict."""
