@@ -89,7 +89,7 @@ class Description:
     cuda_graphs: bool = True
     """Whether a call can be captured in a CUDA graph."""
     error_slack: float = 1.0
-    """The multiple of its precision class's error budget allowed; see judge.reference."""
+    """The multiple of its precision class's error budget allowed; see judge.truth."""
 
     def __post_init__(self) -> None:
         classes, devices, slack = self.precisions, self.device_types, self.error_slack
@@ -438,9 +438,9 @@ def _key(name: str) -> str:
     return name.strip().upper().replace("-", "_")
 
 
-def preferred_device(spec: BackendSpec) -> str:
-    """Return "cuda" if a backend can run there, else "cpu"."""
-    return "cpu" if spec.unavailable_reason("cuda") else "cuda"
+def device_for(spec: BackendSpec, wanted: str | None = None) -> str:
+    """Return the device that is wanted; without one, "cuda" if a backend runs there, else "cpu"."""
+    return wanted or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
 
 
 def _nearest(key: str) -> list[str]:

@@ -9,7 +9,7 @@ Each backend is then compared with float64 attention in two ways:
 
 layers: the input of each layer comes from float64 attention in the layers before it, so that no
 error is inherited. Each backend's output of the layer must keep the budgets of
-`judge.reference`; the bug is in the first layer that exceeds them. Each backend gets
+`judge.truth`; the bug is in the first layer that exceeds them. Each backend gets
 copies of the inputs, and a backend that changes them has a bug.
 
 logits: the same rule bounds how far the logits of a correct backend may be from those of float64
@@ -46,7 +46,7 @@ from tqdm import tqdm
 from attention_kernels import BackendSpec
 from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
 from attention_kernels.judge.calls import Request as Call
-from attention_kernels.judge.reference import Verdict, error_budget, naive_attention, truth
+from attention_kernels.judge.truth import Verdict, error_budget, naive_attention, truth
 from attention_kernels.judge.worker import Runner, open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.engines import make_engine

@@ -136,10 +136,10 @@ def remembered() -> Iterator[None]:
     """Cache for all backends the judge's cases and truth, functions of their arguments alone."""
     import torch
 
-    from attention_kernels.judge import conformance
-    from attention_kernels.judge.reference import Truth
+    from attention_kernels.judge import suite
+    from attention_kernels.judge.truth import Truth
 
-    compute, known = conformance.truth, dict[object, Truth]()
+    compute, known = suite.truth, dict[object, Truth]()
 
     def truth(q, k, v, softmax_scale=None, is_causal=True, *seqlens):
         if q.numel() > 2**19 or q.device.type != "cpu":
@@ -153,17 +153,17 @@ def remembered() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conformance, "truth", truth)
-        patch.setattr(conformance, "ordered_cases", _of_lists(conformance.ordered_cases))
+        patch.setattr(suite, "truth", truth)
+        patch.setattr(suite, "ordered_cases", _of_lists(suite.ordered_cases))
         yield
 
 
 # A program that begins so runs the first checks of a suite alone.
 SHORT_SUITE = """
-from attention_kernels.judge import conformance
+from attention_kernels.judge import suite
 from gpt2_infer.cli import main
-everything = conformance.checks_of
-conformance.checks_of = lambda *arguments, **options: everything(*arguments, **options)[:12]
+everything = suite.checks_of
+suite.checks_of = lambda *arguments, **options: everything(*arguments, **options)[:12]
 """
 
 
@@ -297,7 +297,7 @@ import atexit, contextlib, ctypes, functools, gc, inspect, json, os, sys, thread
 import torch
 from attention_kernels import register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.reference import naive_attention as right
+from attention_kernels.judge.truth import naive_attention as right
 """
 
 

@@ -25,7 +25,7 @@ DOCUMENTS = [
 
 def test_how_to_add_a_backend_works_as_written(clean_registry):
     from attention_kernels import get_backend
-    from attention_kernels.judge.conformance import Case, run_case
+    from attention_kernels.judge.suite import Case, run_case
 
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     section = text.split("## How to add a backend")[1].split("\n## ")[0]

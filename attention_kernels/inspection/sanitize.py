@@ -21,8 +21,7 @@ from torch import Tensor
 
 from attention_kernels import child, ladder
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnsupportedError
-from attention_kernels.judge.conformance import Case, DecodeCase, describe_error, race_checks
-from attention_kernels.judge.driver import run_check
+from attention_kernels.judge.suite import Case, DecodeCase, describe_error, race_checks, run_check
 from attention_kernels.judge.worker import open_runner
 from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec

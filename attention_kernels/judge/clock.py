@@ -24,11 +24,9 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import AttentionError
-from attention_kernels.judge.blocks import checksum, multiply
-from attention_kernels.judge.calls import Request
-from attention_kernels.judge.conformance import request_of
+from attention_kernels.judge.calls import Request, checksum, multiply
 from attention_kernels.judge.inputs import Case, DecodeCase
-from attention_kernels.judge.reference import truth
+from attention_kernels.judge.truth import truth
 from attention_kernels.judge.worker import Runner, Timing
 
 ROWS = 64  # judged of each timed output
@@ -73,7 +71,7 @@ class Numbers:
             with ThreadPoolExecutor() as pool:  # one core draws 200 million numbers a second
                 inputs = [*pool.map(lambda case: case.inputs("cpu"), cases)]
             order = [*range(self.sets)]
-            self._requests[contiguous] = request_of(case, inputs, order=order, clock=True)
+            self._requests[contiguous] = Request.of(case, inputs, order=order, clock=True)
         return self._requests[contiguous]
 
     def checks_s(self, device: str) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 
+Op: TypeAlias = Literal["attention", "decode"]
 Extreme = Literal[
     "tiny", "huge", "alternating", "halves", "one large column", "zero rows", "tiny scores"
 ]
@@ -22,6 +23,8 @@ LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.fl
 @dataclass(frozen=True)
 class Case:
     """One input of attention(); equal cases have equal inputs."""
+
+    op: ClassVar[Op] = "attention"
 
     seqlen: int
     head_dim: int
@@ -71,6 +74,8 @@ class Case:
 @dataclass(frozen=True)
 class DecodeCase:
     """One input of decode(): a cache whose rows hold sequences of different lengths."""
+
+    op: ClassVar[Op] = "decode"
 
     head_dim: int
     dtype: torch.dtype = torch.float32

@@ -27,6 +27,7 @@ from attention_kernels.errors import AttentionError
 from attention_kernels.judge.calls import Reply
 
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
+LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
 LARGEST_MESSAGE = 2**20
 MESSAGE_S = 10.0  # for the rest of a message that has begun
 

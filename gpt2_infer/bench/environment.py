@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from attention_kernels import BackendSpec
-from attention_kernels.judge.worker import source_files
+from attention_kernels.judge.plugins import source_files
 from attention_kernels.ladder import compilers
 from gpt2_infer.bench.record import Gpu, Provenance
 

@@ -11,10 +11,11 @@ import torch
 
 from attention_kernels import BackendSpec
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
-from attention_kernels.judge.driver import KERNEL_ERRORS
 from attention_kernels.judge.inputs import Case, DecodeCase
-from attention_kernels.judge.reference import check_precision
-from attention_kernels.judge.worker import Runner, keep_plugins_out, open_runner
+from attention_kernels.judge.plugins import keep_plugins_out
+from attention_kernels.judge.suite import KERNEL_ERRORS
+from attention_kernels.judge.truth import check_precision
+from attention_kernels.judge.worker import Runner, open_runner
 from gpt2_infer.bench import limits, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from attention_kernels import UnsupportedError
 from attention_kernels.inspection.accesses import count_accesses
-from attention_kernels.judge.conformance import Report
+from attention_kernels.judge.suite import Report
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.prediction import find_gpu, predict_version, stalls_of
 from gpt2_infer.bench.record import KernelCell, Shape

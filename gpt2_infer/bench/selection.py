@@ -11,9 +11,14 @@ import msgspec
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
-from attention_kernels.judge.conformance import Case, DecodeCase, describe_error, judged
-from attention_kernels.judge.driver import run_check
-from attention_kernels.judge.reference import Verdict
+from attention_kernels.judge.suite import (
+    Case,
+    DecodeCase,
+    describe_error,
+    judged,
+    run_check,
+)
+from attention_kernels.judge.truth import Verdict
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY, NO_DECODE

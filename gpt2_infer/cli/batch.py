@@ -45,7 +45,6 @@ def batch(
     out: Path,
     file_format: Annotated[Literal["jsonl", "parquet"], Parameter(name="--format")] = "jsonl",
     resume: bool = False,
-    strict: bool = False,
     backend: str | None = None,
     decode_backend: str | None = None,
     engine: str = "auto",
@@ -67,7 +66,6 @@ def batch(
         out: output folder
         file_format: format of the output files
         resume: resume the job in the output folder, if any
-        strict: stop at the first row that cannot be completed
         backend: attention backend; see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA if
             it is available and takes the model, else PYTORCH_SDPA_EFFICIENT_ATTENTION;
             PYTORCH_SDPA_FLASH_ATTENTION on cpu)
@@ -93,7 +91,7 @@ def batch(
     if shard and ray is not None:
         raise RequestError("--shard and --ray exclude each other")
     where = asdict(model)
-    how: dict[str, Any] = {"device": where.pop("device"), "resume": resume, "strict": strict}
+    how: dict[str, Any] = {"device": where.pop("device"), "resume": resume}
     settings = job.Settings(
         **where,
         **text.settings(model),

@@ -16,7 +16,7 @@ from gpt2_infer.errors import RequestError
 from gpt2_infer.files import check_writable
 
 if TYPE_CHECKING:
-    from attention_kernels.judge.conformance import Report
+    from attention_kernels.judge.suite import Report
     from attention_kernels.ladder.header import VersionHeader
 
 
@@ -107,11 +107,11 @@ def _verdicts(
         name: name if registry.registered(name) else str(version.path)
         for name, version in versions.items()
     }
-    from attention_kernels.judge import conformance
+    from attention_kernels.judge import suite
 
     for name, what in whats.items():
         try:
-            found = conformance.verify(what, "cpu", quick=True, progress=True, timeout_s=timeout_s)
+            found = suite.verify(what, "cpu", quick=True, progress=True, timeout_s=timeout_s)
         except (UnavailableBackendError, UnsupportedError) as error:
             yield name, str(error)
             continue

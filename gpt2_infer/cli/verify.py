@@ -29,9 +29,9 @@ from gpt2_infer.cli.options import (
 from gpt2_infer.cli.versions import usual_head_dim
 
 if TYPE_CHECKING:
-    from attention_kernels.judge import conformance
-    from attention_kernels.judge.conformance import Case, DecodeCase, Report
-    from attention_kernels.judge.reference import Verdict
+    from attention_kernels.judge import suite
+    from attention_kernels.judge.suite import Case, DecodeCase, Report
+    from attention_kernels.judge.truth import Verdict
     from attention_kernels.ladder.header import VersionHeader
 
 NVCC_ARCH = "90"  # an emulated version is also test-compiled for this
@@ -76,7 +76,7 @@ class Findings:
     def budget_rule(self) -> str:
         """The rule for error budgets, in words; empty if no case ran."""
         from attention_kernels.contract import dtype_name
-        from attention_kernels.judge.reference import budget_factor
+        from attention_kernels.judge.truth import budget_factor
 
         if self.report.worst is None:
             return ""
@@ -149,7 +149,7 @@ def verify(
     budget, a dependence on later keys, a race or state shared between calls. It is no proof. The
     kernel runs in a process of its own; timeout_s limits each check. Without a seed, one is drawn
     and reported, to repeat the run. An alias is every backend that it stands for. Raises the
-    errors of conformance.verify().
+    errors of suite.verify().
 
     Args:
         name: backend name or version file, *.cu
@@ -197,12 +197,12 @@ def check(
     dtypes: tuple[str, ...] = (),
     **options: Any,
 ) -> Findings:
-    """Return what the stages find about one backend. options: others of conformance.verify()."""
-    from attention_kernels.judge import conformance
+    """Return what the stages find about one backend. options: others of suite.verify()."""
+    from attention_kernels.judge import suite
 
     if sanitize and (faulty := _sanitized(name, device, quick=quick)):
         return faulty
-    report = conformance.verify(name, device or "", quick=quick, dtypes=dtypes, **options)
+    report = suite.verify(name, device or "", quick=quick, dtypes=dtypes, **options)
     failures = [Failure("suite", failure.what, failure.why) for failure in report.failures]
     findings = Findings(report, sanitize, quick, failures)
     if findings.passed and findings.emulated and report.spec.version:
@@ -251,7 +251,7 @@ class _Printed:
         self.kinds.add(kind)
         return is_new
 
-    def __call__(self, failure: conformance.Failure) -> None:
+    def __call__(self, failure: suite.Failure) -> None:
         """Print a failure, unless a similar one was printed."""
         if self.is_new(failure.why):
             show(f"  FAILED: {failure.what}\n          {failure.why}")
@@ -268,7 +268,7 @@ def _stands_for(name: str, device: str | None) -> list[str]:
 
     from attention_kernels.backends import cuda
 
-    device = device or registry.preferred_device(spec)
+    device = registry.device_for(spec, device)
     rungs = {
         spec.chosen(getattr(torch, dtype), head_dim, device, seqlen).name
         for dtype, head_dim, seqlen in itertools.product(
@@ -282,10 +282,10 @@ def _sanitized(name: str, device: str | None, *, quick: bool) -> Findings | None
     """Return what the sanitizers of the device find, if anything."""
     from attention_kernels import ladder, registry
     from attention_kernels.inspection.sanitize import sanitize
-    from attention_kernels.judge.conformance import Report
+    from attention_kernels.judge.suite import Report
 
     spec = ladder.resolve(name)
-    device = device or registry.preferred_device(spec)
+    device = registry.device_for(spec, device)
     where = f"{spec.name} on {device}{', emulated' * (device in spec.emulated_on)}"
     print(f"{where}: looking for bad accesses and races ...", file=sys.stderr)
     faults = sanitize([name], device)
@@ -367,11 +367,11 @@ def _lines(findings: Findings) -> Iterator[str]:
 
 def _scope(findings: Findings) -> Iterator[str]:
     """Yield what was tested by which budgets, if not everything by the usual ones."""
-    from attention_kernels.judge import cases, conformance
+    from attention_kernels.judge import cases, suite
 
     report = findings.report
     if findings.quick:
-        share = f"{conformance.QUICK_SHARE:.0%} of the planted faults"
+        share = f"{suite.QUICK_SHARE:.0%} of the planted faults"
         yield f"  quick: the beginning of the suite, in which {share} show"
     if findings.emulated and report.has_attention:
         yield f"  no length above {cases.LONGEST_EMULATED:,}: it was emulated"

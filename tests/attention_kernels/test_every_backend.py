@@ -19,7 +19,7 @@ import torch
 from attention_kernels import BackendSpec, UnsupportedError, list_backends
 from attention_kernels.contract import dtype_name
 from attention_kernels.judge.cases import EDGES, extreme_cases
-from attention_kernels.judge.conformance import (
+from attention_kernels.judge.suite import (
     Case,
     DecodeCase,
     future_leaks,

@@ -32,7 +32,7 @@ from attention_kernels import (
     register,
 )
 from attention_kernels.contract import Kernels, dtype_name
-from attention_kernels.judge.reference import error_budget, naive_attention
+from attention_kernels.judge.truth import error_budget, naive_attention
 from tests.conftest import DEVICES
 
 ROOT = Path(__file__).parents[2]

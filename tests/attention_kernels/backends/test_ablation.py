@@ -16,8 +16,8 @@ import torch
 
 from attention_kernels import BackendSpec, get_backend, list_backends
 from attention_kernels.inspection.launches import launches_of
-from attention_kernels.judge.conformance import Case, run_case
-from attention_kernels.judge.reference import judge
+from attention_kernels.judge.suite import Case, run_case
+from attention_kernels.judge.truth import judge
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import spec_of
 from tests.conftest import on_every_device, usable

@@ -20,7 +20,7 @@ from attention_kernels import (
 )
 from attention_kernels.backends import cuda
 from attention_kernels.inspection import launches
-from attention_kernels.judge.conformance import Case, future_leaks, run_case
+from attention_kernels.judge.suite import Case, future_leaks, run_case
 from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.backends.common import (
     FP32,

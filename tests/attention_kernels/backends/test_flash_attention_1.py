@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attention_kernels import list_backends
-from attention_kernels.judge.conformance import Case
-from attention_kernels.judge.reference import naive_attention, reference_attention
+from attention_kernels.judge.suite import Case
+from attention_kernels.judge.truth import naive_attention, reference_attention
 from tests.attention_kernels.backends.common import dtype_of, for_each
 from tests.conftest import on_every_device, usable
 
@@ -73,7 +73,7 @@ def test_half_precision_is_more_exact_than_plain_pytorch(name, device):
 OPENMP = """
 import ctypes, hashlib, time
 from attention_kernels import get_backend
-from attention_kernels.judge.conformance import Case
+from attention_kernels.judge.suite import Case
 from attention_kernels.ladder import build
 spec = get_backend("FLASH_ATTENTION_1_CPU")
 spec.prepare("cpu")

@@ -14,8 +14,8 @@ import torch
 
 from attention_kernels import get_backend
 from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N, SharedMemory
-from attention_kernels.judge.conformance import Case, run_case
-from attention_kernels.judge.reference import judge
+from attention_kernels.judge.suite import Case, run_case
+from attention_kernels.judge.truth import judge
 
 PROGRAMS = ["basic", "gpu_like", "gpu_like_1d", "gpu_like_opt1", "gpu_like_opt2"]
 GPU_LIKE = PROGRAMS[1:]

@@ -10,8 +10,8 @@ import torch
 
 from attention_kernels import BackendSpec, list_backends
 from attention_kernels.inspection import launches
-from attention_kernels.judge.conformance import Case, run_case
-from attention_kernels.judge.reference import judge, reference_attention
+from attention_kernels.judge.suite import Case, run_case
+from attention_kernels.judge.truth import judge, reference_attention
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import changed, for_each
 from tests.conftest import on_every_device, usable

@@ -21,7 +21,7 @@ import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, get_backend
 from attention_kernels.contract import Kernels, per_query_head
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 
 
 @dataclasses.dataclass(frozen=True)

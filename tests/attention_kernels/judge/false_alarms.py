@@ -21,15 +21,16 @@ from unittest import mock
 import torch
 
 from attention_kernels.contract import dtype_name
-from attention_kernels.judge import cases as suite
-from attention_kernels.judge import conformance
+from attention_kernels.judge import cases as all_cases
+from attention_kernels.judge import suite
 from attention_kernels.judge.calls import Op
-from attention_kernels.judge.conformance import Case, DecodeCase
-from attention_kernels.judge.reference import Verdict, truth
+from attention_kernels.judge.suite import Case, DecodeCase
+from attention_kernels.judge.truth import Verdict, truth
 from tests.attention_kernels.judge.right_kernels import RIGHT, RightKernel
 
 DTYPES = (*[torch.float32] * 3, torch.float16, torch.bfloat16, torch.float64)
 EMULATED = {"is_emulated": True, "is_aligned": True}
+DIMS = all_cases.ANY_HEAD_DIM
 SMALL, MEDIUM = 2e6, 1e7  # limits of Case.work
 SEEDS_PER_POOL, SEEDS_PER_LARGE_CASE = 50, 100
 # At scale 1e4 the scores are 1e8 and TF32's error in them 3e4, but the best two may be nearer. In
@@ -56,7 +57,7 @@ def _pool(seed: int) -> list[list[Case | DecodeCase]]:
     """Return the drawn cases of the suite that are small enough, by kind."""
     ops: tuple[Op, ...] = "attention", "decode"
     drawn, decoding = (
-        [case for case, _ in suite.ordered_cases(op, suite.ANY_HEAD_DIM, DTYPES, seed, **EMULATED)]
+        [case for case, _ in all_cases.ordered_cases(op, DIMS, DTYPES, seed, **EMULATED)]
         for op in ops
     )
     return [
@@ -73,9 +74,9 @@ def cases_of(seed: int) -> Iterator[Case | DecodeCase]:
     """
     limit = SMALL if seed % SEEDS_PER_LARGE_CASE else float("inf")
     for dtype in dict.fromkeys(DTYPES):
-        fixed = suite.hard_cases(suite.ANY_HEAD_DIM, dtype, seed, is_emulated=True)
+        fixed = all_cases.hard_cases(DIMS, dtype, seed, is_emulated=True)
         if dtype == torch.float32:
-            fixed += suite.extreme_cases(64, dtype, seed)
+            fixed += all_cases.extreme_cases(64, dtype, seed)
         yield from (case for case in fixed if case.work <= limit)
     draw = random.Random(f"right kernels {seed}")
     for cases, count in zip(_pool(seed // SEEDS_PER_POOL), (11, 3, 3), strict=True):
@@ -86,7 +87,7 @@ def cases_of(seed: int) -> Iterator[Case | DecodeCase]:
 def verdicts(case: Case | DecodeCase) -> Iterator[tuple[RightKernel, Verdict]]:
     """Run each kernel that takes the case's dtype and judge its output; the truth is shared."""
     inputs = case.inputs("cpu")
-    with mock.patch.object(conformance, "truth", functools.cache(truth)):
+    with mock.patch.object(suite, "truth", functools.cache(truth)):
         for kernel in RIGHT:
             precision = kernel.precisions.get(dtype_name(case.dtype))
             if precision is None or (precision == "tf32" and case.scale > LARGEST_TF32_SCALE):
@@ -96,8 +97,8 @@ def verdicts(case: Case | DecodeCase) -> Iterator[tuple[RightKernel, Verdict]]:
                 o = kernel.attention(*inputs, scale, case.is_causal)
             else:
                 o = kernel.decode(*inputs, scale)
-            right = conformance._truth(kernel.runner, case, inputs)
-            yield kernel, conformance._judge(kernel.runner, right, o)
+            right = suite._truth(kernel.runner, case, inputs)
+            yield kernel, suite._judge(kernel.runner, right, o)
 
 
 def nearest_rule(verdict: Verdict) -> tuple[float, str]:

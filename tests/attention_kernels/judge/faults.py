@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from attention_kernels import BackendSpec
 from attention_kernels.contract import Kernels
 from attention_kernels.judge.cases import EXTREMES, LARGEST_WORK_OF_TRIPLE
-from attention_kernels.judge.conformance import suite
 from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import suite
 from attention_kernels.judge.worker import Runner
 from attention_kernels.precision import PLAIN_PRECISIONS
 

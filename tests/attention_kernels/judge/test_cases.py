@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attention_kernels.judge import cases
-from attention_kernels.judge.conformance import QUICK_SHARE
 from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import QUICK_SHARE
 from tests.attention_kernels.judge.faults import SINGLE, cases_of, met_by
 
 WIDE_FAULTS = {

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from attention_kernels.judge import conformance
-from attention_kernels.judge.conformance import verify
+from attention_kernels.judge import suite
+from attention_kernels.judge.suite import verify
 from tests.attention_kernels.judge import decode_cheats, state_cheats  # noqa: F401 - add their rows
 from tests.attention_kernels.judge.cheats import CHEATS
 
@@ -21,11 +21,9 @@ def test_a_cheat_fails(cheat, request, monkeypatch):
     precision = torch.get_float32_matmul_precision()
     request.addfinalizer(lambda: torch.set_float32_matmul_precision(precision))
     if "call" not in cheat.reported:  # one of the cases catches it
-        monkeypatch.setattr(conformance, "REPEATS", 50)
-    whole = conformance.suite
-    monkeypatch.setattr(
-        conformance, "suite", lambda *a, **o: [*filter(cheat.wrong, whole(*a, **o))]
-    )
+        monkeypatch.setattr(suite, "REPEATS", 50)
+    whole = suite.cases_for
+    monkeypatch.setattr(suite, "cases_for", lambda *a, **o: [*filter(cheat.wrong, whole(*a, **o))])
     report = verify(cheat.spec(), "cpu", seed=0, max_failures=1)
     assert not report.passed
     assert re.search(cheat.reported, str(report.failures[0])), report.failures[0]

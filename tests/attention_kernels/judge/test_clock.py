@@ -11,9 +11,8 @@ import pytest
 
 from attention_kernels.judge.calls import CallError
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
-from attention_kernels.judge.conformance import describe_error, judged
-from attention_kernels.judge.driver import KERNEL_ERRORS, run_check
 from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import KERNEL_ERRORS, describe_error, judged, run_check
 from attention_kernels.judge.worker import Timing, Worker
 from tests.conftest import DEVICES
 
@@ -31,8 +30,8 @@ CHEATS = {
         """
 def attention(q, k, v, scale, causal):
     return torch.zeros(q.shape, device=q.device)
-from attention_kernels.judge import conformance, reference
-conformance._judge = lambda *_: reference.Verdict(0.0, 1.0, 0.0)
+from attention_kernels.judge import suite, truth
+suite._judge = lambda *_: reference.Verdict(0.0, 1.0, 0.0)
 reference.truth = reference.judge = None
 """,
         "error",

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.errors import AttentionError
-from attention_kernels.judge import conformance
-from attention_kernels.judge.conformance import describe_error, verify
+from attention_kernels.judge import suite
 from attention_kernels.judge.inputs import Case
+from attention_kernels.judge.suite import describe_error, verify
 from attention_kernels.judge.worker import open_runner
 from attention_kernels.ladder import compilers
 from tests.attention_kernels.judge import cu_process, cu_results
@@ -75,8 +75,8 @@ def find(request, monkeypatch):
             if cheat.by == "clock":
                 return fate(CASES[device], device, what=str(file))
             # The checks for races need a build of their own, and have tests of their own.
-            monkeypatch.setattr(conformance, "race_checks", lambda *_: [])
-            monkeypatch.setattr(conformance, "open_runner", without_races)
+            monkeypatch.setattr(suite, "race_checks", lambda *_: [])
+            monkeypatch.setattr(suite, "open_runner", without_races)
             options = {"max_failures": 1, "timeout_s": cheat.timeout_s, "quick": not cheat.caught}
             report = verify(str(file), device, seed=0, **options)
         except AttentionError as error:

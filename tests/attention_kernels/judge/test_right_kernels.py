@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from attention_kernels.judge.conformance import future_leaks, run_case
 from attention_kernels.judge.inputs import Case, DecodeCase
-from attention_kernels.judge.reference import judge
+from attention_kernels.judge.suite import future_leaks, run_case
+from attention_kernels.judge.truth import judge
 from tests.attention_kernels.judge.false_alarms import run
 from tests.attention_kernels.judge.right_kernels import RIGHT
 

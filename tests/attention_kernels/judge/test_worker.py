@@ -11,11 +11,10 @@ import pytest
 
 from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge import conformance, process
+from attention_kernels.judge import process, suite
 from attention_kernels.judge.cases import Case
-from attention_kernels.judge.conformance import judged, verify
-from attention_kernels.judge.driver import run_check
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.suite import judged, run_check, verify
+from attention_kernels.judge.truth import naive_attention
 from attention_kernels.judge.worker import Worker
 from gpt2_infer.cli import main
 from tests.conftest import SHORT_SUITE
@@ -105,9 +104,9 @@ def test_a_loader_that_ends_its_process_has_failed(does, words, strange, capfd):
 
 @pytest.mark.slow
 def test_a_loader_hides_no_failure(strange, capfd, monkeypatch):
-    whole = conformance.suite
+    whole = suite.cases_for
     monkeypatch.setattr(
-        conformance, "suite", lambda *a, **o: [c for c in whole(*a, **o) if c.seqlen < 8]
+        suite, "cases_for", lambda *a, **o: [c for c in whole(*a, **o) if c.seqlen < 8]
     )
     strange(
         calls="return q * 2",

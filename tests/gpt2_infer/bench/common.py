@@ -7,7 +7,7 @@ import torch
 
 from attention_kernels import BackendSpec, get_backend, register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2
 from gpt2_infer.bench.record import (
     Check,

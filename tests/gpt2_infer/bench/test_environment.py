@@ -6,7 +6,7 @@ import os
 import pytest
 
 from attention_kernels import BackendSpec, get_backend
-from attention_kernels.judge.worker import Elsewhere
+from attention_kernels.judge.plugins import Elsewhere
 from gpt2_infer.bench import environment
 
 

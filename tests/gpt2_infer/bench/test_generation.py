@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_kernels import ArgumentError, UnknownBackendError, get_backend
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2
 from gpt2_infer.bench import generation as module
 from gpt2_infer.bench.generation import weights_digest

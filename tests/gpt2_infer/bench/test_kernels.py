@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention_kernels import UnknownBackendError, get_backend, registry
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer.bench import kernels, selection
 from gpt2_infer.bench.record import KernelCell, encode
 from gpt2_infer.bench.study import KernelStudy, run

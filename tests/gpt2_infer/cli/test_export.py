@@ -18,9 +18,9 @@ import pytest
 
 from attention_kernels import UnsupportedError
 from attention_kernels.inspection.sass import predict
-from attention_kernels.judge import conformance
-from attention_kernels.judge.conformance import Case, Failure
-from attention_kernels.judge.reference import Verdict
+from attention_kernels.judge import suite
+from attention_kernels.judge.suite import Case, Failure
+from attention_kernels.judge.truth import Verdict
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.build import EMULATOR_WRAPS
 from gpt2_infer import export
@@ -60,7 +60,7 @@ def kernel(tmp_path_factory) -> Path:
 @pytest.fixture
 def found(monkeypatch):
     """Replace what takes long by what it could have found."""
-    monkeypatch.setattr(conformance, "verify", report_of(worst=WORST, has_attention=True))
+    monkeypatch.setattr(suite, "verify", report_of(worst=WORST, has_attention=True))
     monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")  # or verify test-compiles it
 
@@ -286,7 +286,7 @@ def test_the_readme_has_verdict_budget_times_and_their_commands(kernel, capsys, 
 @pytest.mark.usefixtures("found")
 def test_the_readme_has_the_measured_times(kernel, capsys, monkeypatch, tmp_path):
     verify = report_of(worst=WORST, has_attention=True)
-    monkeypatch.setattr(conformance, "verify", lambda what, *_, **__: verify(what, "cuda"))
+    monkeypatch.setattr(suite, "verify", lambda what, *_, **__: verify(what, "cuda"))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     rows = [bench_row("NAIVE_PYTORCH", [9.0, 8.0]), bench_row("V01_MINE", [3.0, 2.0, 4.0])]
     monkeypatch.setattr("gpt2_infer.bench.study.run", lambda _: file_of("kernel", rows))
@@ -302,7 +302,7 @@ def test_the_readme_has_the_measured_times(kernel, capsys, monkeypatch, tmp_path
 @pytest.mark.usefixtures("found")
 def test_a_wrong_kernel_is_not_exported(kernel, capsys, monkeypatch, tmp_path):
     why = Failure("seqlen 8", "the output is not finite")
-    monkeypatch.setattr(conformance, "verify", report_of(failures=[why]))
+    monkeypatch.setattr(suite, "verify", report_of(failures=[why]))
     words = ["--as", "hub", "--out", str(tmp_path / "fast-rows")]
     status, out, err = run(capsys, "export", str(kernel), *words)
     assert (status, out) == (1, "")
@@ -327,7 +327,7 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_work(
 ):
     (tmp_path / "here").mkdir()
     (tmp_path / "file").touch()
-    monkeypatch.setattr(conformance, "verify", None)
+    monkeypatch.setattr(suite, "verify", None)
     words = ["--as", "hub", "--out", str(tmp_path / out)]
     status, _, err = run(capsys, "export", str(kernel), *words)
     assert status == 2

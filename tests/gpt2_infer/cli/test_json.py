@@ -10,9 +10,9 @@ import pytest
 from attention_kernels import ladder
 from attention_kernels.inspection import accesses, resources
 from attention_kernels.inspection.sass import predict
-from attention_kernels.judge.conformance import Failure, Report
 from attention_kernels.judge.inputs import Case
-from attention_kernels.judge.reference import Verdict
+from attention_kernels.judge.suite import Failure, Report
+from attention_kernels.judge.truth import Verdict
 from gpt2_infer.cli import COMMANDS
 from tests.gpt2_infer.bench.common import file_of, kernel
 from tests.gpt2_infer.cli.program import ROOT, run
@@ -108,7 +108,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
     monkeypatch.setattr(resources, "resource_table", lambda *_, **__: [RESOURCES])
     monkeypatch.setattr(resources, "compile_summary", lambda *_: "64 registers, no spills")
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", report_of())
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", report_of())
 
 
 def report_of(**found):
@@ -148,7 +148,7 @@ def test_verify_tells_a_program_what_failed(capsys, monkeypatch):
         "refusals": ["seqlen 1, head_dim 8, float32: head_dim 8"],
         "worst": (case, Verdict(math.inf, 1e-6, 1e-7)),
     }
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", report_of(**found))
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", report_of(**found))
     status, out, _ = run(capsys, "verify", "NAIVE_PYTORCH", "--device", "cpu", "--json")
     assert status == 1
     value = parsed(out)
@@ -168,7 +168,7 @@ def test_verify_tells_a_program_what_failed(capsys, monkeypatch):
 def test_verify_tells_a_program_the_times(capsys, monkeypatch):
     mine = "PYTORCH_SDPA_MATH"
     verify = report_of(has_attention=True)
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", verify)
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", verify)
     rejected = kernel(mine, [], status="failed", reason="the clocks disagree")
     for row, status, times in (
         (kernel(mine, [4.0, 2.0, 3.0]), 0, (3.0, 2.0, 4.0)),

@@ -8,7 +8,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("pygments")
 
 from attention_kernels import get_backend
-from attention_kernels.judge.conformance import Failure, Report
+from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.ladder import compilers
 from gpt2_infer.cli import main
 
@@ -32,7 +32,7 @@ def test_a_wrong_kernel_has_its_verdict_on_the_page_and_the_exit_status_of_verif
 ):
     name, page = "CUSTOM_CUDA_VERSION_2", tmp_path / "page.html"
     found = Report(get_backend(name), "cpu", 7, checks=35, failures=[Failure("seqlen 1", "bad")])
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", lambda *_, **__: found)
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", lambda *_, **__: found)
     command = ["report", name, "--seqlen", "1", "--gpu", "none", "--out", str(page)]
     assert main(command) == 1
     assert capsys.readouterr().out.startswith(f"{name}: FAILED: 1 of 35 checks\n")

@@ -8,11 +8,11 @@ import pytest
 
 from attention_kernels import ladder, register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.conformance import Report, verify
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.suite import Report, verify
+from attention_kernels.judge.truth import naive_attention
 from attention_kernels.ladder import compilers, header
 from gpt2_infer.cli import main
-from tests.attention_kernels.judge.test_conformance import shorten
+from tests.attention_kernels.judge.test_suite import shorten
 from tests.gpt2_infer.cli.program import ROOT
 
 
@@ -48,7 +48,7 @@ def in_this_process(monkeypatch):
         options["seed"] = options["seed"] or 0
         return verify(ladder.resolve(what), device, **options, **more)
 
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", verify_here)
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", verify_here)
     return more
 
 
@@ -60,7 +60,7 @@ def everything_passes(monkeypatch, asked=None):
             asked.append(what)
         return Report(ladder.resolve(what), device, 0, True, total=1, checks=1, cases=1)
 
-    monkeypatch.setattr("attention_kernels.judge.conformance.verify", passes)
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", passes)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from attention_kernels.inspection.accesses import BY_LANE
-from attention_kernels.judge.conformance import Report
+from attention_kernels.judge.suite import Report
 from gpt2_infer.bench.prediction import find_gpu
 from gpt2_infer.bench.record import Row, Shape
 from gpt2_infer.bench.show.page import lanes, source

@@ -15,7 +15,7 @@ from pygments.token import Comment, Keyword, Literal
 
 from attention_kernels.inspection.accesses import Access
 from attention_kernels.inspection.sass.stalls import StalledLine, Stalls
-from attention_kernels.judge.conformance import Failure
+from attention_kernels.judge.suite import Failure
 from attention_kernels.ladder.header import VersionHeader
 
 COUNTERS = {

@@ -13,7 +13,7 @@ pytest.importorskip("pygments")
 
 from attention_kernels import get_backend, ladder, list_backends
 from attention_kernels.inspection.accesses import Access, count_accesses
-from attention_kernels.judge.conformance import Failure, Report
+from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.ladder.header import parse_header
 from gpt2_infer.bench import report
 from gpt2_infer.bench.prediction import prediction_row

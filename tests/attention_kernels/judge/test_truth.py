@@ -10,7 +10,7 @@ import torch
 
 from attention_kernels import get_backend
 from attention_kernels.judge.inputs import Case
-from attention_kernels.judge.reference import (
+from attention_kernels.judge.truth import (
     Verdict,
     error_budget,
     judge,
@@ -21,7 +21,7 @@ from attention_kernels.judge.reference import (
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_reference_equals_the_definition_written_out(is_causal):
+def test_truth_equals_the_definition_written_out(is_causal):
     q, k, v = (torch.randn(2, 5, 2, 3, dtype=torch.float64) for _ in range(3))
     out = reference_attention(q, k, v, 0.7, is_causal)
     for b in range(2):
@@ -299,7 +299,7 @@ def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
     wrong = naive_attention(q, k, v)
     wrong[1, 64, 2] += 1e-3
     whole = judge(wrong, q, k, v)
-    monkeypatch.setattr("attention_kernels.judge.reference.LARGEST_SCORES", limit)
+    monkeypatch.setattr("attention_kernels.judge.truth.LARGEST_SCORES", limit)
     parts = judge(wrong, q, k, v)
     assert parts.error == pytest.approx(whole.error, rel=1e-9)
     assert parts.row_error == pytest.approx(whole.row_error, rel=1e-9)

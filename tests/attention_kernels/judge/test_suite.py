@@ -17,8 +17,8 @@ from attention_kernels import (
     get_backend,
 )
 from attention_kernels.contract import Kernels
-from attention_kernels.judge import conformance
-from attention_kernels.judge.conformance import (
+from attention_kernels.judge import suite
+from attention_kernels.judge.suite import (
     Case,
     DecodeCase,
     describe_error,
@@ -26,7 +26,7 @@ from attention_kernels.judge.conformance import (
     run_case,
     verify,
 )
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from attention_kernels.judge.worker import Runner
 from tests.attention_kernels.backends.common import fixed_cases
 
@@ -44,9 +44,9 @@ def spec_of(kernel, **fields) -> BackendSpec:
 
 def shorten(monkeypatch, choose):
     """Replace the suite by `choose` of its cases, with few repetitions of one call."""
-    whole = conformance.suite
-    monkeypatch.setattr(conformance, "suite", lambda *args, **named: choose(whole(*args, **named)))
-    monkeypatch.setattr(conformance, "REPEATS", 10)
+    whole = suite.cases_for
+    monkeypatch.setattr(suite, "cases_for", lambda *args, **named: choose(whole(*args, **named)))
+    monkeypatch.setattr(suite, "REPEATS", 10)
 
 
 @pytest.mark.parametrize("seed", [9, 14, 24])
@@ -264,7 +264,7 @@ def test_how_much_more_error_a_backend_may_ask_for(slack):
 
 
 def test_progress_is_told_in_plain_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(conformance, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(suite, "PROGRESS_S", 0.0)
     shorten(monkeypatch, lambda cases: cases[:3])
     verify(spec_of(naive_attention), "cpu", seed=0, progress=True)
     lines = capsys.readouterr().err.splitlines()
