@@ -69,7 +69,7 @@ def keep_plugins_out() -> None:
         found = [each.spec() for each in described]
     except (EndedError, msgspec.DecodeError, ValueError) as error:
         reason = f"importing the plug-ins: {error}"
-        found = [registry.unavailable("PLUGINS", "plug-in", "All plug-ins.", ("cpu",), reason)]
+        found = [registry.unavailable("PLUGINS", "plug-in", reason)]
     finally:
         process.close()
     registry.adopt(found)

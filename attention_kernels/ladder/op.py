@@ -8,11 +8,14 @@ prepare() first. A file that takes several dtypes has an op for each: <op_prefix
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +77,7 @@ def register_ladder(
         except HeaderError as error:
             broken[version.path] = str(error)
     for path, reason in broken.items():
-        add(unavailable(name(path), family, f"{path.stem}.", ("cuda", "cpu"), reason))
+        add(unavailable(name(path), family, reason, ("cuda", "cpu")))
 
 
 def resolve(what: str) -> BackendSpec:
@@ -128,8 +131,13 @@ def families() -> list[str]:
 def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
     """Build the version files of all these backends at once, on all cores.
 
-    Build errors are reported on first use, except for an untrusted cache, which raises BuildError.
+    A backend that cannot be built says so on first use.
     """
+
+    def attempt(version: VersionHeader) -> None:
+        with contextlib.suppress(BuildError):
+            build.build(version, TARGETS[device_type], _arch(device_type))
+
     wanted = [
         version
         for spec in specs
@@ -137,7 +145,9 @@ def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
         for version in spec.version.builds()
         if not prebuilt.find(version, device_type)
     ]
-    build.build_many(wanted, TARGETS[device_type], _arch(device_type))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(attempt, wanted):
+            pass
 
 
 def is_prebuilt(spec: BackendSpec) -> bool:
