@@ -98,15 +98,6 @@ def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
     return Case(**msgspec.structs.asdict(shape) | {"dtype": getattr(torch, dtype)})
 
 
-def unit_of(metric: str) -> str:
-    """Return the unit in which a metric of a profile or an inspection is recorded."""
-    if metric.endswith("_us"):
-        return "us"
-    if metric.endswith("percent"):
-        return "%"
-    return "bytes" if metric.endswith("bytes") else "count"
-
-
 def chosen(
     specs: Iterable[BackendSpec], kinds: Sequence[tuple[str, int, int]], device: str
 ) -> list[BackendSpec]:
