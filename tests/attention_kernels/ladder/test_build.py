@@ -69,6 +69,8 @@ def test_every_included_file_is_part_of_the_name(csrc, first, name_of, tmp_path,
     assert [name for name in sorted(counts) if not counts[name]] == ["other.cuh", "v02_second.cu"]
     assert {*counts} >= {"attention.h", "common.cuh", "binding.cpp", "sizes.h", "flagged.h"}
     assert {first.path, parts / "sizes.h", csrc / "binding.cpp"} <= {*build.sources(first)}
+    copy = shutil.copytree(csrc, tmp_path / "copy")
+    assert name_of(header.versions(copy / "fp32")[0]) == name_of(first)
 
 
 def test_flags_compilers_and_torch_are_part_of_the_name(first, name_of, monkeypatch):
@@ -96,11 +98,6 @@ def test_flags_compilers_and_torch_are_part_of_the_name(first, name_of, monkeypa
         note()
     assert len({cpu for cpu, _ in names}) == 6
     assert len({gpu for _, gpu in names}) == 8
-
-
-def test_a_copy_of_the_sources_has_the_same_library(csrc, first, name_of, tmp_path):
-    copy = shutil.copytree(csrc, tmp_path / "copy")
-    assert name_of(header.versions(copy / "fp32")[0]) == name_of(first)
 
 
 @pytest.mark.parametrize("changed", ["fp32/v01_first.cu", "attention.h"])
