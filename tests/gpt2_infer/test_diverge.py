@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import KernelError, get_backend, ladder
+from attention_kernels import get_backend, ladder
 from attention_kernels.judge.reference import naive_attention, reference_attention
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, RequestError, generate
@@ -59,7 +59,6 @@ def test_equal_texts_are_examined_too(device):
     assert (result.verdict, result.passed, result.step) == ("equal", True, None)
     assert (result.position, result.seqlen) == (7 + TOKENS - 1, 32)
     assert 0 < result.logits_difference < result.a.allowed
-    assert 0 < result.apart.error < result.apart.budget
     for side in (result.a, result.b):
         assert not side.faults
         assert side.shortfall == 0
@@ -84,10 +83,9 @@ def test_step_layer_head_and_row_of_a_wrong_kernel_are_named(device, add):
     assert (result.verdict, result.passed, result.step) == ("bug in A", False, step)
     assert (result.position, result.seqlen) == (7 + step, 32)
     assert [result.a.token, result.b.token] == [text[step] for text in texts]
-    assert (result.a.place.layer, result.a.place.head, result.apart.head) == (0, 1, 1)
+    assert (result.a.place.layer, result.a.place.head) == (0, 1)
     assert result.a.place.row >= 18
     assert result.a.place.error == pytest.approx(3, rel=1e-4)
-    assert result.apart.error == pytest.approx(3, rel=1e-4)
     assert not result.b.faults
     assert compare(model, PLAIN, wrong).verdict == "bug in B"
 
@@ -210,16 +208,12 @@ def test_half_precision_texts_diverge_by_rounding_alone(upcast, save_checkpoint)
     assert (result.a.place.budget < 1e-4) == upcast  # attention is judged in float32
 
 
-@pytest.mark.parametrize(
-    ("pair", "where"), [(PLAIN, "the attention of layer 0"), ("eager", "the logits")]
-)
-def test_a_model_without_finite_numbers_gives_no_verdict(pair, where, save_checkpoint):
+@pytest.mark.parametrize("name", [PLAIN, "eager"])
+def test_a_model_without_finite_numbers_gives_no_verdict(name, save_checkpoint):
     folder, _ = save_checkpoint()
     rewrite(folder, lambda tensors: {name: x * math.nan for name, x in tensors.items()})
-    with pytest.raises(
-        (RequestError, KernelError), match=f"NaN, infinity or only zeros in {where}"
-    ):
-        compare(GPT2.from_pretrained(str(folder), device="cpu"), pair, pair, max_new_tokens=2)
+    with pytest.raises(RequestError, match="NaN, infinity or only zeros in the logits"):
+        compare(GPT2.from_pretrained(str(folder), device="cpu"), name, name, max_new_tokens=2)
 
 
 def test_a_float64_model_is_refused():

@@ -70,7 +70,7 @@ COMMAND = {  # the words, and the names of the fields
         ["naive-pytorch", "pytorch-sdpa-math", *MODEL, "--max-new-tokens", "1"],
         {
             *("verdict", "device", "dtype", "mode", "prompt_tokens", "new_tokens", "step"),
-            *("position", "a", "b", "untried", "seqlen", "logits_difference", "apart"),
+            *("position", "a", "b", "untried", "seqlen", "logits_difference"),
         },
     ),
     "export": (

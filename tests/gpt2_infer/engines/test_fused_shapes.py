@@ -32,7 +32,7 @@ def test_what_fits_in_99_kb(width, dtype, most_rows, portable_most_rows):
     for is_portable, most in ((False, most_rows), (True, portable_most_rows)):
         shape = StepShape(config, dtype, 1, 128, 99 * 1024, is_portable=is_portable)
         shapes = [dataclasses.replace(shape, batch=batch) for batch in (1, 2, 4, 8)]
-        assert [shape.fits for shape in shapes] == [shape.batch <= most for shape in shapes]
+        assert [not shape.refusals for shape in shapes] == [shape.batch <= most for shape in shapes]
         assert len({tuple(shape.products.values()) for shape in shapes}) == 1  # packed once
 
 
