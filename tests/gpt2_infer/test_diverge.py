@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import get_backend, ladder
+from attention_kernels import get_backend, ladder, list_backends
 from attention_kernels.judge.reference import naive_attention, reference_attention
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.cli import DEFAULT_PROMPT
 from gpt2_infer.diverge import diverge, examine
-from tests.conftest import DEVICES, rewrite
+from tests.conftest import DEVICES, rewrite, usable
 from tests.gpt2_infer.bench import common
 from tests.gpt2_infer.cli.program import run
 
 PROMPT = "Once upon a time there was a"  # 7 tokens: the first steps run at seqlen 16
 PLAIN = "NAIVE_PYTORCH"
+DTYPES = {"float32", "float16", "bfloat16"}
 LAYERS, TOKENS = 6, 16  # layers of the demo model; enough new tokens for seqlen 32
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", str(TOKENS), "--prompt", PROMPT]
 
@@ -274,3 +275,28 @@ def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, add):
     assert err.startswith("gpt2-infer: error: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("one_tile")
+@pytest.mark.parametrize(
+    "name",
+    [
+        spec.name
+        for spec in list_backends()
+        if spec.family not in ("pytorch", "decode")
+        and "cuda" in spec.device_types
+        and DTYPES & {*spec.dtypes}
+        and 64 in (spec.head_dims or (64,))
+    ],
+)
+def test_greedy_text_of_every_backend_is_plain_pytorchs(name):
+    spec = usable(name, "cuda")
+    for dtype in DTYPES & {*spec.dtypes}:
+        model = GPT2.from_pretrained("demo", device="cuda", dtype=dtype)
+        found = compare(model, PLAIN, spec, max_new_tokens=300)
+        assert found.passed, str(found)
+        if dtype == "float32" and found.step is not None:
+            # The error of two logits on each side turns A's choice into B's.
+            margins, allowed = found.a.margin + found.b.margin, found.a.allowed + found.b.allowed
+            assert margins <= allowed, str(found)
