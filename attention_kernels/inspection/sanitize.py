@@ -142,7 +142,6 @@ def _worker(
     return child.run(
         [*before, sys.executable, *arguments],
         timeout_s=timeout_s,
-        label="running under a sanitizer",
         env={**os.environ, "PYTHONPATH": path, **environment},
     )
 

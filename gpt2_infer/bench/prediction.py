@@ -18,7 +18,7 @@ from attention_kernels.inspection.sass.predict import predict
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import File, KernelCell, Row, timings_of
-from gpt2_infer.bench.study import Contender, PredictionStudy, StallStudy, Subject
+from gpt2_infer.bench.study import Contender, PredictionStudy, Subject
 from gpt2_infer.errors import RequestError
 
 
@@ -83,22 +83,21 @@ def _kind(needs_us: Mapping[str, float]) -> str:
 class Predictions(Subject[KernelCell]):
     """Predicts a ladder; a version that cannot be predicted has a reason."""
 
-    def __init__(self, study: PredictionStudy | StallStudy) -> None:
+    def __init__(self, study: PredictionStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
-        self.lines = isinstance(study, StallStudy)
         versions = selection.versions_of(study.family, may_decode=True)
         self.versions = {name: one for name, one in versions.items() if not one.is_host}
         self.cells = [
-            KernelCell(n, study.batch, study.heads, study.head_dim, dtype, is_causal=not study.full)
+            KernelCell(n, study.batch, study.heads, study.head_dim, not study.full, dtype)
             for dtype in dict.fromkeys(one.dtypes[0] for one in self.versions.values())
-            for n in (study.seqlens if isinstance(study, PredictionStudy) else [study.seqlen])
+            for n in study.seqlens
         ]
         self.facts = {"gpu": card.name}
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
         """Yield the prediction of every version whose first dtype is the cell's."""
         some = {name: one for name, one in self.versions.items() if one.dtypes[0] == cell.dtype}
-        predict_one = functools.partial(predict_version, cell=cell, gpu=self.gpu, lines=self.lines)
+        predict_one = functools.partial(predict_version, cell=cell, gpu=self.gpu)
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             yield from map(Contender, pool.map(predict_one, some.keys(), some.values()))
 

@@ -14,7 +14,7 @@ from gpt2_infer.bench import prediction
 from gpt2_infer.bench.prediction import Predictions, predict_version, stalls_of
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.show import tables
-from gpt2_infer.bench.study import PredictionStudy, StallStudy
+from gpt2_infer.bench.study import PredictionStudy
 from tests.gpt2_infer.bench.common import file_of
 from tests.gpt2_infer.cli.test_predict import FOUND
 
@@ -35,21 +35,18 @@ def test_each_version_is_predicted_in_its_own_dtype_with_its_stalls_or_the_reaso
 
     monkeypatch.setattr(prediction, "predict", predict)
     monkeypatch.setattr(prediction, "ProcessPoolExecutor", ThreadPoolExecutor)
-    subject = Predictions(StallStudy(family="fa1"))
-    assert [(cell.dtype, cell.seqlen) for cell in subject.cells] == [
-        ("float16", 1024),
-        ("float64", 1024),
-    ]
-    (found,) = (one.row for one in subject.contenders(subject.cells[1]))
-    row = msgspec.json.decode(msgspec.json.encode(found), type=Row)
-    assert row.contender == "FLASH_ATTENTION_1_FP64"
-    assert (row.samples, row.extra["bound"]) == ([90.0], "shared memory")
-    assert stalls_of(row) == stalls
-    lengths = Predictions(PredictionStudy(family="fp32", seqlens=[64, 128])).cells
-    assert [cell.seqlen for cell in lengths] == [64, 128]
+    subject = Predictions(PredictionStudy(family="fa1", seqlens=[64, 128]))
+    cells = [(cell.dtype, cell.seqlen) for cell in subject.cells]
+    assert cells == [("float16", 64), ("float16", 128), ("float64", 64), ("float64", 128)]
+    (found,) = (one.row for one in subject.contenders(subject.cells[2]))
+    assert (found.contender, found.samples) == ("FLASH_ATTENTION_1_FP64", [90.0])
+    assert (found.extra["bound"], stalls_of(found)) == ("shared memory", None)
     version = ladder.versions()[NAME]
+    row = predict_version(NAME, version, KernelCell(1024), gpu="h200", lines=True)
+    row = msgspec.json.decode(msgspec.json.encode(row), type=Row)
+    assert stalls_of(row) == stalls
     row = predict_version(NAME, version, KernelCell(1024, num_heads=1), gpu="h200")
     assert (row.status, row.samples, stalls_of(row)) == ("refused", [], None)
     assert "not this" in row.reason
-    (table,) = tables.tables("FILE", file_of("stalls", [row], settings={"gpu": "H200 SXM"}))
+    (table,) = tables.tables("FILE", file_of("prediction", [row], settings={"gpu": "H200 SXM"}))
     assert "not this" in table.notes[NAME]

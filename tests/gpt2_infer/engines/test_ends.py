@@ -7,14 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from attention_kernels.inspection import resources
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import header
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import ends
 from gpt2_infer.engines.ends import Ends
-from gpt2_infer.product import CSRC, Packed
+from gpt2_infer.product import CSRC
 from gpt2_infer.sampling import Sampling
-from tests.gpt2_infer.engines.common import published, random_model
+from tests.gpt2_infer.engines.common import random_model
 
 CONFIG = GPT2Config(vocab_size=3001, n_positions=40, n_embd=160, n_layer=1, n_head=2)
 INF = float("inf")
@@ -26,42 +25,6 @@ def unwritten_memory_is_not_zero():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("seqlen", [1, 9])
-@torch.inference_mode()
-def test_the_embeddings_and_their_norm_are_the_modules(seqlen):
-    model = random_model(CONFIG)
-    tokens = torch.randint(0, 3001, (3, 30))
-    tokens[1, 0] = -1
-    wanted = model.embed(tokens[:, :seqlen].clamp(min=0))
-    x, normed = Ends(model).begin(tokens[:, :seqlen], packs=False)
-    assert torch.equal(x, wanted)
-    torch.testing.assert_close(normed, model.h[0].ln_1(wanted), rtol=0, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_a_packed_norm_is_the_same_number_in_two_halves():
-    model = random_model(CONFIG)
-    tokens = torch.randint(0, 3001, (1, 16))
-    _, normed = Ends(model).begin(tokens, packs=False)
-    _, packed = Ends(model).begin(tokens, packs=True)
-    assert isinstance(packed, Packed)
-    chunks = packed.data.view(5, 16 * 32 + 16)
-    scales = chunks[:, -16:]
-    # (chunk, group of 16 k, hi and lo, row % 8, four k, pairs of k, row // 8, k)
-    halves = chunks[:, :-16].contiguous().view(torch.half).view(5, 2, 2, 8, 4, 2, 2, 2).float()
-    rows = halves.sum(2).permute(5, 2, 0, 1, 3, 4, 6).reshape(16, 5, 32)
-    error = rows * scales.t()[..., None] - normed.view(16, 5, 32)
-    assert (error.abs() <= normed.abs().view(16, 5, 32).amax(2, keepdim=True) * 2.0**-22).all()
-
-
-@torch.inference_mode()
-def test_the_last_positions_are_kept():
-    x, heads, lengths = torch.randn(21, 160), torch.randn(21, 160), torch.tensor([7, 1, 4])
-    found = Ends(random_model(CONFIG)).keep(x, heads, lengths)
-    for rows, kept in zip((x, heads), found, strict=True):
-        assert torch.equal(kept, rows[[6, 7, 17]])
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 17])
@@ -134,29 +97,3 @@ def test_nothing_races(monkeypatch):
     assert torch.equal(newest, largest)
     assert torch.equal(tokens[range(3), [1, 0, 2]], largest)
     assert lengths.tolist() == [2, 1, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
-def test_nvcc_compiles_every_kernel():
-    version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
-    for arch in compilers.nvcc_architectures() & {"80", "90", "120"}:
-        assert len(resources.compile_version(version, arch)) == 7  # logits() for 1, 2, 4 and 8
-
-
-@pytest.mark.gpu
-@torch.inference_mode()
-def test_the_logits_and_the_token_on_a_gpu():
-    model = published("gpt2")
-    ours = Ends(model)
-    for batch in (1, 2, 3, 5, 9, 17, 64):
-        x = torch.randn(batch, 768, device="cuda")
-        lengths, newest = (torch.zeros(batch, dtype=torch.long, device="cuda") for _ in range(2))
-        tokens = torch.zeros(batch, 4, dtype=torch.long, device="cuda")
-        ours.begin(tokens[:, :1], packs=False)
-        logits = ours.logits(x)
-        exact = x.double() @ model.wte.weight.double().t()
-        torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-5)
-        ours.choose(tokens, lengths, newest, check_finite=True)
-        assert torch.equal(newest, logits.argmax(1))
-        assert torch.equal(tokens[:, 0], newest)
