@@ -7,12 +7,11 @@ import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from attention_kernels import AttentionError
-from attention_kernels.inspection.sass.explain import Stalls
 from attention_kernels.inspection.sass.gpus import GpuModel, gpus
 from attention_kernels.inspection.sass.predict import predict
 from attention_kernels.ladder.header import VersionHeader
@@ -102,63 +101,27 @@ class Predictions(Subject[KernelCell]):
             yield from map(Contender, pool.map(predict_one, some.keys(), some.values()))
 
 
-def predict_version(
-    name: str, version: VersionHeader, cell: KernelCell, *, gpu: str, lines: bool = False
-) -> Row:
-    """Predict a version in a cell, or record why not; lines: also its stalls by source line."""
-    digest = environment.version_digest(version.source)
+def predict_version(name: str, version: VersionHeader, cell: KernelCell, *, gpu: str) -> Row:
+    """Predict a version in a cell, or record why not."""
+    row = Row(contender=name, cell=msgspec.to_builtins(cell), metric="predicted time", unit="us")
+    row.extra["version_digest"] = environment.version_digest(version.source)
     shape = msgspec.structs.asdict(cell)
     del shape["dtype"]
     try:
-        found = predict(version, gpus()[gpu], **shape, lines=lines)
+        found = predict(version, gpus()[gpu], **shape)
     except AttentionError as error:
-        return prediction_row(name, cell, digest, reason=str(error))
-    notes: dict[str, Any] = {
-        "assumed": [*found.assumed],
-        "stalls": found.stalls and msgspec.to_builtins(found.stalls, str_keys=True),
+        row.status, row.reason = "refused", str(error)
+        return row
+    row.samples = [round(found.time_us, 3)]
+    row.extra |= {
+        "bound": found.bound,
+        "needs_us": {key: round(value, 3) for key, value in found.needs_us.items() if value},
+        "waiting_us": round(found.waiting_us, 3),
+        "uneven_us": round(found.uneven_us, 3),
+        "launch_us": round(found.launch_us, 3),
+        "load_wavefronts": found.load_wavefronts,
+        "store_wavefronts": found.store_wavefronts,
     }
-    return prediction_row(
-        name,
-        cell,
-        digest,
-        samples=[round(found.time_us, 3)],
-        bound=found.bound,
-        needs_us={key: round(value, 3) for key, value in found.needs_us.items() if value},
-        waiting_us=round(found.waiting_us, 3),
-        uneven_us=round(found.uneven_us, 3),
-        launch_us=round(found.launch_us, 3),
-        load_wavefronts=found.load_wavefronts,
-        store_wavefronts=found.store_wavefronts,
-        **{name: value for name, value in notes.items() if value},
-    )
-
-
-def prediction_row(
-    name: str,
-    cell: KernelCell,
-    digest: str,
-    *,
-    samples: Sequence[float] = (),
-    reason: str = "",
-    **extra: Any,
-) -> Row:
-    """Return the row of a prediction, or of the reason against it.
-
-    digest: of its version file. extra: its parts.
-    """
-    return Row(
-        contender=name,
-        cell=msgspec.to_builtins(cell),
-        metric="predicted time",
-        unit="us",
-        samples=[*samples],
-        status="refused" if reason else "ok",
-        reason=reason,
-        extra={"version_digest": digest} | extra,
-    )
-
-
-def stalls_of(row: Row) -> Stalls | None:
-    """Return the stalls in the row of a prediction; None if it has none."""
-    found = row.extra.get("stalls")
-    return msgspec.convert(found, Stalls, strict=False) if found else None
+    if found.assumed:
+        row.extra["assumed"] = [*found.assumed]
+    return row

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-import msgspec
 from cyclopts import Parameter
 
 from gpt2_infer.cli.options import BACKEND, Count, Counts, KernelDtype, Names, Size, matching
@@ -77,7 +76,7 @@ class Predicted:
         fields = asdict(self.prediction)
         stalls = fields.pop("stalls")
         more = {"bound": self.prediction.bound, "likely_us": self.likely_us}
-        return fields | (msgspec.to_builtins(stalls) if stalls else {}) | more
+        return fields | (stalls or {}) | more
 
 
 def predict(

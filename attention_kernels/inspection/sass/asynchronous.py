@@ -13,16 +13,11 @@ import numpy as np
 
 from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
-from attention_kernels.inspection.sass.state import (
-    BANK_ADDRESS,
-    BANK_BEGIN,
-    LOW,
-    Blocks,
-    Event,
-    Mbarrier,
-    Numbered,
-)
+from attention_kernels.inspection.sass.state import LOW, Blocks, Event, Mbarrier, Numbered
 
+# Code addresses constant bank 0 from an offset on like memory, to find tensor maps. Here that
+# address is far from all tensors.
+BANK_BEGIN, BANK_ADDRESS = 0x210, 64 << 40
 # The emulator's tensor map, see csrc/emulator/in_flight.h: address, sizes, strides in bytes, box,
 # bytes of an element, swizzle.
 _MAP = struct.Struct("<Q4q4q4iii")

@@ -24,7 +24,7 @@ from attention_kernels.inspection.sass.decode import (
     SassError,
     consecutive,
 )
-from attention_kernels.inspection.sass.state import BANK_ADDRESS, LOW, Blocks, Issue, Mask, Values
+from attention_kernels.inspection.sass.state import LOW, Blocks, Issue, Mask, Values
 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _INSTRUCTION_BYTES = 16
@@ -55,7 +55,7 @@ def with_bank_pointer(constants: bytes) -> bytes:
 
     There nvcc's code looks for tensor maps.
     """
-    pointer = BANK_ADDRESS.to_bytes(8, "little")
+    pointer = asynchronous.BANK_ADDRESS.to_bytes(8, "little")
     return constants[:_BANK_POINTER] + pointer + constants[_BANK_POINTER + 8 :]
 
 

@@ -10,10 +10,9 @@ import bisect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
-
-import msgspec
 
 from attention_kernels.inspection.resources import Launch
 from attention_kernels.inspection.sass.decode import Program, find_disassembler
@@ -31,7 +30,7 @@ Chain: TypeAlias = tuple[int, ...]
 """The lines of an instruction: the kernel's own, then those of functions inlined into it."""
 
 
-class StalledInstruction(msgspec.Struct, frozen=True, array_like=True):
+class StalledInstruction(NamedTuple):
     """The stalls of one machine instruction."""
 
     kernel: int
@@ -45,7 +44,8 @@ class StalledInstruction(msgspec.Struct, frozen=True, array_like=True):
     """The main reason."""
 
 
-class StalledLine(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class StalledLine:
     """The stalls of one source line; line 0 has the instructions without a line."""
 
     line: int
@@ -64,7 +64,8 @@ class StalledLine(msgspec.Struct, frozen=True):
     source: str = ""
 
 
-class Stalls(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Stalls:
     """Why a call's warps do not issue, by source line."""
 
     gpu: str

@@ -26,10 +26,6 @@ STORES = ("STG", "ST", "RED", "REDG", "STL")  # instructions that write to globa
 Values: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 LOW = 0xFFFFFFFF
-BANK_BEGIN = 0x210
-"""Offset in constant bank 0 from which code addresses it like memory, to find tensor maps."""
-BANK_ADDRESS = 64 << 40
-"""The address of that offset here, far from all tensors."""
 # R0 to R254 are rows 0 to 254, UR0 and up are rows from 256; RZ and URZ are never written.
 _RZ, _U, _URZ = 255, 256, 511
 

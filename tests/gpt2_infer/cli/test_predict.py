@@ -12,7 +12,7 @@ import pytest
 from attention_kernels.inspection.sass import predict
 from attention_kernels.inspection.sass.explain import StalledInstruction, StalledLine, Stalls
 from attention_kernels.inspection.sass.predict import Prediction
-from gpt2_infer.bench.prediction import find_gpu, likely, prediction_row, timed_on
+from gpt2_infer.bench.prediction import find_gpu, likely, timed_on
 from gpt2_infer.bench.record import Gpu, KernelCell
 from gpt2_infer.cli import main
 from tests.gpt2_infer.bench.common import file_of, kernel, kernels
@@ -89,7 +89,7 @@ def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned() -> No
     rows, timed, cell = [], [], KernelCell(128)
     for n in range(20):
         for name, needs, factor in ((f"A{n}", plain, 1 + n / 100), (f"T{n}", tensor, 2)):
-            rows.append(prediction_row(name, cell, "1", samples=[10.0], needs_us=needs))
+            rows.append(kernel(name, [10.0], cell=cell, version_digest="1", needs_us=needs))
             timed.append(kernel(name, [10 * factor], cell=cell, version_digest="1"))
     predictions = file_of("prediction", rows, settings={"gpu": "H200 SXM"})
     files = [predictions, timings := file_of("kernel", timed)]
@@ -101,7 +101,7 @@ def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned() -> No
     assert found[1:] == pytest.approx((1.011, 1.179, 20))
     assert likely(files, tensor) == ("on", 2.0, 2.0, 20)
     few = file_of("prediction", rows[:10], settings={"gpu": "H200 SXM"})
-    lacking = file_of("prediction", [prediction_row("A1", cell, "1", samples=[10.0])])
+    lacking = file_of("prediction", [kernel("A1", [10.0], cell=cell)])
     elsewhere = file_of("prediction", rows, settings={"gpu": "another"})
     assert likely([few, lacking, elsewhere, timings], plain) is None
 
