@@ -14,7 +14,7 @@ from attention_kernels import UnsupportedError
 from attention_kernels.inspection.accesses import count_accesses
 from attention_kernels.judge.suite import Report
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench.prediction import find_gpu, predict_version, stalls_of
+from gpt2_infer.bench.prediction import predict_version, stalls_of
 from gpt2_infer.bench.record import KernelCell, Shape
 from gpt2_infer.bench.show import page
 from gpt2_infer.bench.show.page.source import Kernel
@@ -37,8 +37,6 @@ def make_page(
     none. If a version's accesses cannot be counted, the reason is shown. Raises RequestError, or
     BuildError if a version does not compile.
     """
-    if gpu:
-        find_gpu(gpu)  # fail on an unknown name before minutes of counting
     kernels = _record(versions, shape, timeout_s)
     for kernel in kernels:
         if isinstance(found := verdicts.get(kernel.name), Report):
