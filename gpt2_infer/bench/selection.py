@@ -11,13 +11,9 @@ import msgspec
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
-from attention_kernels.judge.suite import (
-    Case,
-    DecodeCase,
-    describe_error,
-    judged,
-    run_check,
-)
+from attention_kernels.judge.calls import describe_error
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import judged, run_check
 from attention_kernels.judge.truth import Verdict
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder.header import VersionHeader
@@ -100,15 +96,6 @@ def versions_of(family: str, *, may_decode: bool = False) -> dict[str, VersionHe
 def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
     """Return the judge's case of a shape."""
     return Case(**msgspec.structs.asdict(shape) | {"dtype": getattr(torch, dtype)})
-
-
-def unit_of(metric: str) -> str:
-    """Return the unit in which a metric of a profile or an inspection is recorded."""
-    if metric.endswith("_us"):
-        return "us"
-    if metric.endswith("percent"):
-        return "%"
-    return "bytes" if metric.endswith("bytes") else "count"
 
 
 def chosen(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import attention_kernels
 from attention_kernels import (
     BackendSpec,
     KernelError,
@@ -31,12 +30,6 @@ FIELDS = {
     "summary": "A backend of a test.",
     "precisions": {"float32": "ieee-fp32"},
 }
-
-
-def test_public_names_are_sorted_and_exist():
-    public = attention_kernels.__all__
-    assert public == sorted(public)
-    assert all(hasattr(attention_kernels, name) for name in public)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +85,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
         {"name": "lower"},
         {"name": "A-DASH"},
         {"precisions": {}},
-        {"precisions": {"float32": "exact"}},
         {"precisions": {"bfloat16": "tf32"}},  # whose budgets zeros would meet
-        {"precisions": {"float8": "fp16"}},
         {"head_dims": (64, 0)},
         {"summary": "Two\nlines."},
         {"device_types": ("tpu",)},
@@ -150,11 +141,9 @@ Q = torch.randn(1, 1, 2, 8)
     ("kernel", "error", "words"),
     [
         (fail, KernelError, "raised AssertionError: no (test_registry.py:"),
-        (lambda *_: Q @ Q, KernelError, "raised RuntimeError: Expected size"),
         (lambda *_: sys.exit(), KernelError, "raised SystemExit: no message (test_"),
         (lambda *_: None, OutputError, "returned NoneType instead of (1, 1, 2, 8)"),
         (lambda q, *_: q.mT, OutputError, "returned (1, 1, 8, 2) torch.float32 on cpu instead of"),
-        (lambda q, *_: q.double(), OutputError, "returned (1, 1, 2, 8) torch.float64"),
         (lambda q, *_: q.to("meta"), OutputError, "returned (1, 1, 2, 8) torch.float32 on meta"),
         (lambda *_: Q.mT.contiguous().mT, OutputError, "returned strides (16, 16, 1, 2) instead"),
         (lambda q, k, *_: k, OutputError, "returned the memory of an input"),
@@ -220,10 +209,6 @@ time.sleep(0.2)
 def load():
     return Kernels(lambda q, k, v, softmax_scale, is_causal: v.clone())
 """
-BAD_PLUGINS = {
-    "raises": ("raise ImportError('no libfoo')", "failed to load: ImportError: no libfoo (raises"),
-    "exits": ("import sys; sys.exit(0)", "failed to load: SystemExit: 0 (exits.py:1)"),
-}
 
 
 @pytest.fixture
@@ -247,14 +232,11 @@ def test_plugins_register_and_a_broken_one_is_named_and_breaks_nothing(
     tmp_path, forget, monkeypatch
 ):
     install_plugin(tmp_path, "good_plugin", GOOD_PLUGIN)
-    for name, (code, _) in BAD_PLUGINS.items():
-        install_plugin(tmp_path, name, code)
+    install_plugin(tmp_path, "bad", "raise ImportError('no libfoo')")
     forget()
     reasons = {spec.name: spec.unavailable_reason("cpu") for spec in list_backends()}
-    assert reasons.pop("PLUGGED_IN") is None
-    assert reasons.keys() == {f"PLUGIN_{name.upper()}" for name in BAD_PLUGINS}
-    for name, (_, words) in BAD_PLUGINS.items():
-        assert words in reasons[f"PLUGIN_{name.upper()}"]
+    failed = "its plug-in failed to load: ImportError: no libfoo (bad.py:1)"
+    assert reasons == {"PLUGGED_IN": None, "PLUGIN_BAD": failed}
     monkeypatch.setenv("ATTENTION_KERNELS_PLUGINS", "off")
     forget()
     assert list_backends() == []
