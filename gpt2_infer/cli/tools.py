@@ -116,12 +116,12 @@ async def _call(context: ServerRequestContext, asked: CallToolRequestParams) -> 
 def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are given, converted; raises ToolError for one that is wrong."""
     try:
-        found = msgspec.convert(
+        given = msgspec.convert(
             arguments, arguments_of(function), dec_hook=lambda kind, value: kind(value)
         )
     except msgspec.ValidationError as error:
         raise ToolError(str(error)) from error
-    return msgspec.structs.asdict(found)
+    return msgspec.structs.asdict(given)
 
 
 async def _diverge(given: dict[str, Any]) -> Any:
