@@ -73,12 +73,8 @@ class Place(Verdict):
     """The query's position in the padded sequence."""
 
     def __str__(self) -> str:
-        return f"{self.position}: {super().__str__()}"
-
-    @property
-    def position(self) -> str:
-        """The place in words."""
-        return f"layer {self.layer}, head {self.head}, row {self.row}"
+        place = f"layer {self.layer}, head {self.head}, row {self.row}"
+        return f"{place}: {super().__str__()}"
 
 
 @dataclass(frozen=True, kw_only=True)

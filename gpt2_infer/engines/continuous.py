@@ -26,7 +26,6 @@ from gpt2_infer.engines.base import room
 from gpt2_infer.engines.slots import Integers, Slots, Work
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
-from gpt2_infer.prepared import clear_all
 from gpt2_infer.request import EngineName, Request
 from gpt2_infer.stream import FinishReason, Watcher
 
@@ -317,12 +316,7 @@ class Continuous:
             slots = cast("Slots", kept)
             slots.begin(model, request)
         else:
-            try:
-                slots = Slots(model, request, self.batch, capacity, self.engine)
-            except torch.OutOfMemoryError:
-                if not clear_all():
-                    raise
-                slots = Slots(model, request, self.batch, capacity, self.engine)
+            slots = Slots(model, request, self.batch, capacity, self.engine)
 
         def keep() -> None:
             slots.rest()

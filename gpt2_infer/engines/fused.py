@@ -57,6 +57,16 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def request_refusals(model: GPT2, request: Request) -> list[str]:
+    """Return the reasons why no fused engine of any device can decode a request."""
+    reasons = []
+    if len(request.rows) > MAX_BATCH:
+        reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
+    if model.decodes_with_named_backend:
+        reasons.append(f"decoding with the named backend {model.decode_attention.name}")
+    return reasons
+
+
 class FusedStep(Protocol):
     """A decode step: calling it enqueues it."""
 
@@ -76,14 +86,11 @@ class Fused(Cached):
     def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
         """Return all reasons why the engine cannot run a request."""
         reasons = kernel_refusals(model, DTYPES)
-        if len(request.rows) > MAX_BATCH:
-            reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
+        reasons += request_refusals(model, request)
         if (head_dim := model.config.head_dim) not in (32, 64, 128):
             reasons.append(f"head_dim {head_dim} (it takes 32, 64, 128)")
         if not request.check_finite:
             reasons.append("logits that are not checked for NaN and infinity")
-        if model.decodes_with_named_backend:
-            reasons.append(f"decoding with the named backend {model.decode_attention.name}")
         return reasons or shape_on(model, power_of_two(len(request.rows))).refusals
 
     @property
