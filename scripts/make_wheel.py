@@ -1,26 +1,30 @@
 """Build the wheel for Linux on x86-64, which contains the library of every CUDA kernel.
 
-    python scripts/make_wheel.py [--only BACKEND ...] [--jobs N] [--out FOLDER]
+    python scripts/make_wheel.py [--only BACKEND ...] [--out FOLDER]
 
-It needs nvcc 13 and g++. The objects stay in build/wheel, so that the next run compiles only what
-has changed. The wheel is for every Python and for torch 2.10 or later; problems() checks that.
+It needs nvcc 13 and g++. Compiled kernels stay in the cache, so that the next run compiles only
+those that have changed. The wheel is for every Python and for torch 2.10 or later; problems()
+checks that.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from attention_kernels import ladder
+from attention_kernels.ladder import build as cache
 from attention_kernels.ladder import compilers, prebuilt
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import CSRC, VersionHeader
@@ -34,16 +38,6 @@ NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": 
 # torch's stable ABI. Its headers declare only what torch 2.10 has: see TORCH_TARGET_VERSION.
 STABLE = re.compile(r"(aoti_)?torch_\w+")
 UNDEFINED = re.compile(r" (GLOBAL|WEAK) +\w+ +UND (\w+)(?:@(\S+))?")
-RULES = """\
-rule compile
-  command = $words -MD -MF $out.d -o $out
-  depfile = $out.d
-  deps = gcc
-  description = $out
-rule link
-  command = $words -o $out
-  description = $out
-"""
 
 
 def problems(library: Path) -> list[str]:
@@ -72,37 +66,39 @@ def _has(version: str) -> bool:
     return tuple(map(int, number.split("."))) <= NEWEST[name]
 
 
-def build(versions: Iterable[VersionHeader], folder: Path, jobs: int | None = None) -> list[Path]:
-    """Build the libraries of versions in a folder. Raises BuildError or CalledProcessError."""
-    statements = [RULES]
+def build(versions: Iterable[VersionHeader], folder: Path) -> list[Path]:
+    """Build the libraries of versions in a folder, on all cores. Raises BuildError."""
+    gxx, libtorch = str(compilers.find_gxx()), compilers.torch_folder()
+    nvcc = compilers.binding_flags("cuda", CSRC)[0]
+    settings = [torch.__version__, compilers.asked(gxx), *map(os.environ.get, compilers.FLAGS)]
 
-    def add(rule: str, output: str, command: Sequence[str], *inputs: str) -> str:
-        words = shlex.join([*command, *inputs]).replace("$", "$$")
-        statements.append(f"build {output}: {rule} {' '.join(inputs)}\n  words = {words}\n")
-        return output
+    def compiled(name: str, source: Path, command: Sequence[str]) -> str:
+        def make(output: Path) -> None:
+            compilers.output_of([*command, "-c", str(source), "-o", str(output)])
 
-    gxx, libtorch = str(compilers.find_gxx()), Path(torch.__file__).parent
-    command = [gxx, "-O1", "-fPIC", "-c"]
-    older = add("compile", "older.o", command, str(ROOT / "scripts/older_libraries.cpp"))
+        return str(cache.kept(f"wheel-{name}", ".o", [source], CSRC, command, make, *settings))
+
+    older = compiled("older", ROOT / "scripts/older_libraries.cpp", [gxx, "-O1", "-fPIC"])
     hidden = "-Xcompiler=-fPIC,-fvisibility=hidden"
-    command = [*compilers.binding_flags("cuda", CSRC), "-isystem", f"{libtorch}/include", "-O1"]
-    for folder_name in (f"{CSRC}/", f"{libtorch}/include/"):  # in torch's error messages
-        command.append(f"-Xcompiler=-fmacro-prefix-map={folder_name}=")
-    binding = add("compile", "binding.o", [*command, hidden, "-c"], str(CSRC / "binding.cpp"))
-    cudart = str(compilers.cuda_runtime(str(compilers.find_nvcc())))
-    link = [gxx, "-shared", "-s", "-Wl,--no-as-needed", f"-L{libtorch}/lib", "-ltorch", cudart]
-    libraries = []
-    for version in versions:
+    shared = [*compilers.binding_flags("cuda", CSRC), hidden, "-isystem", f"{libtorch}/include"]
+    for prefix in (f"{CSRC}/", f"{libtorch}/include/"):  # in torch's error messages
+        shared.append(f"-Xcompiler=-fmacro-prefix-map={prefix}=")
+    binding = compiled("binding", CSRC / "binding.cpp", [*shared, "-O1"])
+    link = [gxx, "-shared", "-s", "-Wl,--no-as-needed", f"-L{libtorch}/lib", "-ltorch"]
+    link.append(str(compilers.cuda_runtime(nvcc)))
+
+    def library(version: VersionHeader) -> Path:
         # Without -lineinfo, which would double the size.
         command = compilers.compile_flags(version, "cuda", prebuilt.ARCHITECTURES)
-        command += [hidden, "-O3", "--compress-mode=size", "--disable-warnings", "-c"]
-        kernel = add("compile", f"{version.op}.o", command, str(version.path))
-        library = add("link", prebuilt.library_name(version), link, kernel, binding, older)
-        libraries.append(folder / library)
-    (folder / "build.ninja").write_text("".join(statements), "utf-8")
-    limit = ["-j", str(jobs)] if jobs else []
-    subprocess.run([compilers.NINJA, *limit], cwd=folder, check=True)
-    return libraries
+        command += [hidden, "-O3", "--compress-mode=size", "--disable-warnings"]
+        kernel = compiled(version.op, version.path, command)
+        file = folder / prebuilt.library_name(version)
+        compilers.output_of([*link, kernel, binding, older, "-o", str(file)])
+        return file
+
+    wanted = [*versions]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [*tqdm(pool.map(library, wanted), "building", len(wanted), unit="")]
 
 
 def pack(libraries: Iterable[Path], out: Path, tag: str = TAG) -> Path:
@@ -127,37 +123,29 @@ def pack(libraries: Iterable[Path], out: Path, tag: str = TAG) -> Path:
         return Path(shutil.copy(wheel, out))
 
 
-def main() -> int:
-    """Run the script and return the exit status."""
+def main() -> None:
+    """Run the script."""
     known = ladder.versions()
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", metavar="BACKEND", choices=known, help="only these backends' kernels")
-    add("--jobs", type=int, help="compilers that run at once (default: ninja's)")
     add("--out", type=Path, default=ROOT / "dist", help="the wheel's folder (default: dist)")
     arguments = parser.parse_args()
     wanted = [known[name] for name in arguments.only or known]
     versions = [one for version in wanted if not version.is_host for one in version.builds()]
-    folder = ROOT / "build/wheel"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        libraries = build(versions, folder, arguments.jobs)
-    except BuildError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except subprocess.CalledProcessError as error:  # ninja has shown the compiler's errors
-        return error.returncode
-    if found := [f"{file.name} {text}" for file in libraries for text in problems(file)]:
-        print(*found, sep="\n", file=sys.stderr)
-        return 1
-    wheel = pack(libraries, arguments.out)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            libraries = build(versions, Path(folder))
+        except BuildError as error:
+            sys.exit(str(error))
+        if found := [f"{file.name} {text}" for file in libraries for text in problems(file)]:
+            sys.exit("\n".join(found))
+        wheel = pack(libraries, arguments.out)
     mib = wheel.stat().st_size / 2**20
     print(f"{wheel}: {len(libraries)} libraries, {mib:.1f} MiB")
     if mib > MOST_MIB:
-        print(f"a wheel may have at most {MOST_MIB} MiB", file=sys.stderr)
-        return 1
-    return 0
+        sys.exit(f"a wheel may have at most {MOST_MIB} MiB")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

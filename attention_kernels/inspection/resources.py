@@ -208,13 +208,11 @@ def compile_version(
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
             return compile_version(version, arch, Path(temporary), *more)
-    compilers.link_unsafe(folder, version)
     flags = [*compilers.compile_flags(version, "cuda", arch), *more]
 
     def compile_to(output: Path) -> None:
         """Write ptxas's report, a zero byte and the machine code."""
-        source = f"{compilers.shell_safe(version.path.parent)}/{version.path.name}"
-        options = ["-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
+        options = ["-O3", "-cubin", "-Xptxas=-v", str(version.path), "-o", "kernel.cubin"]
         report = compilers.output_of([*flags, *options], str(folder))
         output.write_bytes(report.encode() + b"\0" + (folder / "kernel.cubin").read_bytes())
 

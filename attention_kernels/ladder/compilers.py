@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import importlib.util
 import itertools
@@ -16,8 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import ninja
-
 from attention_kernels import child
 from attention_kernels.errors import AttentionError
 from attention_kernels.ladder.header import VersionHeader, csrc_of
@@ -27,9 +24,10 @@ NVCC_VARIABLES = ("CUDACXX", "CUDA_HOME", "CUDA_PATH")
 GXX_VARIABLES = ("CXX",)
 # Environment variables with flags for every compilation; nvcc itself reads the last two.
 FLAGS = ("ATTENTION_KERNELS_FLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+# Characters in a path for which nvcc fails, or runs the path in a shell.
+UNSAFE = re.compile(r"""["'$,`\\\x00-\x1f]""")
 COMPILER_TIMEOUT_S = 600.0
 Target = Literal["cuda", "emulator"]
-NINJA = f"{ninja.BIN_DIR}/ninja"
 TARGETS: dict[str, Target] = {"cuda": "cuda", "cpu": "emulator"}
 
 
@@ -162,11 +160,15 @@ def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str
     """Return compiler, target, macros and include folders: the flags of every compilation.
 
     For the emulator, g++ gets only some of the version's own flags: the macros, what nvcc passes to
-    the host compiler, and a macro if subnormal numbers are flushed. nvcc has to run in a folder
-    with link_unsafe(). Raises BuildError if a compiler is missing.
+    the host compiler, and a macro if subnormal numbers are flushed. Raises BuildError if a compiler
+    is missing, or for a path that nvcc would have a shell change.
     """
-    flags = [*binding_flags(target, csrc_of(version)), *macros(version)]
+    csrc = csrc_of(version)
+    flags = [*binding_flags(target, csrc), *macros(version)]
     if target == "cuda":
+        for path in (version.path, csrc, torch_folder()):
+            if UNSAFE.search(str(path)):
+                raise BuildError(f"nvcc cannot use {path}: the path has one of \" ' $ , ` \\")
         for each in arch.split(","):
             digits = each.removeprefix("compute_")
             if version.compiles_for(digits):
@@ -201,24 +203,7 @@ def binding_flags(target: Target, csrc: Path) -> list[str]:
     if target == "emulator":
         include = [f"-I{csrc}/emulator", f"-I{csrc}"]
         return [gxx, "-std=c++17", "-DATTENTION_EMULATOR", *include]
-    return [str(find_nvcc()), f"-ccbin={gxx}", "-std=c++17", f"-I{shell_safe(csrc)}"]
-
-
-def shell_safe(path: Path) -> str:
-    """Return the name of a folder for nvcc, which passes its arguments to a shell.
-
-    It is the path itself or, if that has special characters, that of a link by link_unsafe().
-    """
-    if shlex.quote(str(path)) == str(path):
-        return str(path)
-    return f"link-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
-
-
-def link_unsafe(folder: Path, version: VersionHeader) -> None:
-    """Make the links that nvcc needs in the folder it runs in, to build this version."""
-    for path in (csrc_of(version), version.path.parent, torch_folder() / "include"):
-        if (name := shell_safe(path)) != str(path) and not (folder / name).is_symlink():
-            (folder / name).symlink_to(path)
+    return [str(find_nvcc()), f"-ccbin={gxx}", "-std=c++17", f"-I{csrc}"]
 
 
 def torch_folder() -> Path:

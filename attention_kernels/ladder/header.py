@@ -44,12 +44,10 @@ TAKES = re.compile(
 NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9])(a?))?")
 # The multiple of its precision class's budget that a version needs, and why.
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
-# Characters in a file's name for which nvcc fails, or runs the name in a shell.
-UNSAFE = re.compile(r"""["$,`\x00-\x1f]""")
 
 
 class HeaderError(AttentionError, ValueError):
-    """The name or the header of a version file cannot be read."""
+    """The header of a version file cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +187,6 @@ def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
 
 
 def _parse(path: Path, op_prefix: str) -> VersionHeader:
-    if UNSAFE.search(path.name):
-        rename = shlex.join(["mv", str(path), str(path.with_name(UNSAFE.sub("_", path.name)))])
-        raise HeaderError(f"nvcc does not take its name: {rename}")
     numbered = re.match(r"v(\d+)_", path.name)
     name = f"v{numbered[1]}" if numbered else "kernel"
     text = path.read_text(encoding="utf-8", errors="replace").lstrip("\ufeff \t\r\n")

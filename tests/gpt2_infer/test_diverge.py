@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention_kernels import get_backend, ladder, list_backends
-from attention_kernels.judge.reference import naive_attention, reference_attention
+from attention_kernels.judge.truth import naive_attention, reference_attention
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.cli import DEFAULT_PROMPT

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention_kernels import KernelError, UnavailableBackendError, UnsupportedError
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2, NotFiniteError, Request, RequestError, Sampling, generate
 from gpt2_infer.checkpoint import open_checkpoint
 from gpt2_infer.engines.continuous import Continuous

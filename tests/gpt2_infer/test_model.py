@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_kernels import UnsupportedError, get_backend
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2, ConfigError, GPT2Config, RequestError, generate
 from gpt2_infer.model import KVCache
 from tests.gpt2_infer.bench.common import add

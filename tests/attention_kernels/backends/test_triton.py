@@ -1,11 +1,9 @@
-"""The Triton kernel: its tiles, its tuning, and what torch and Triton make of it."""
+"""The Triton kernels: their tiles, threads, refusals, and what a graph captures."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import importlib.util
-import re
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from attention_kernels import get_backend
-from attention_kernels.judge.conformance import Case, run_case
+from attention_kernels.judge.suite import Case, run_case
 from tests.conftest import usable
 
 NAMES = ["TRITON_FLASH_ATTENTION", "TRITON_FLASH_ATTENTION_TRANSPOSED_K"]
@@ -32,59 +30,15 @@ def module(tmp_path, monkeypatch) -> ModuleType:
     return importlib.import_module(MODULE)
 
 
-@pytest.fixture
-def compiled(module) -> ModuleType:
-    """Return the module if Triton compiles, which needs no GPU."""
-    if module.triton.knobs.runtime.interpret:
-        pytest.skip("TRITON_INTERPRET is set")
-    return module
-
-
-# Right results
-
-
 @for_every_name
-@pytest.mark.parametrize(
-    ("block_m", "block_n"), [(16, 16), (16, 128), (64, 32), (32, 64), (128, 16), (128, 128)]
-)
-def test_every_shape_of_a_tile(name, block_m, block_n, module, monkeypatch):
+def test_every_shape_of_a_tile(name, module, monkeypatch):
     """Test the masks with tiles of keys that are narrower and wider than those of queries."""
-    monkeypatch.setattr(module, "INTERPRETED_TILE", {"block_m": block_m, "block_n": block_n})
     spec = usable(name, "cpu")
-    for seqlen in (1, 64, 100):
-        for is_causal in (True, False):
+    for block_m, block_n in ((16, 16), (16, 128), (64, 32), (32, 64), (128, 16), (128, 128)):
+        monkeypatch.setattr(module, "INTERPRETED_TILE", {"block_m": block_m, "block_n": block_n})
+        for seqlen, is_causal in itertools.product((1, 64, 100), (True, False)):
             case = Case(seqlen, 32, num_heads=1, is_causal=is_causal)
-            assert run_case(spec, case, "cpu").passed, case
-
-
-@for_every_name
-@pytest.mark.parametrize(("is_causal", "full", "masked"), [(True, 6, 4), (False, 12, 4)])
-def test_only_tiles_that_a_row_sees_are_visited_and_full_ones_unmasked(
-    name, is_causal, full, masked, module, monkeypatch
-):
-    """Four blocks of 64 rows; without the causal mask the last tile of keys is not full."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    calls = collections.Counter()
-
-    def count(method):
-        original = getattr(InterpreterBuilder, method)
-
-        def counted(*arguments, **keywords):
-            calls[method] += 1
-            return original(*arguments, **keywords)
-
-        monkeypatch.setattr(InterpreterBuilder, method, counted)
-
-    for method in ("create_dot", "create_load", "create_masked_load"):
-        count(method)
-    monkeypatch.setattr(module, "INTERPRETED_TILE", {"block_m": 64, "block_n": 64})
-    case = Case(250, 32, num_heads=1, is_causal=is_causal)
-    assert run_case(usable(name, "cpu"), case, "cpu").passed
-    assert calls["create_dot"] == 2 * (full + masked)
-    assert calls["create_load"] == 2 * full
-    # create_load() calls create_masked_load(), and each of the four blocks loads its Q with it.
-    assert calls["create_masked_load"] == 2 * (full + masked) + 4
+            assert run_case(spec, case, "cpu").passed, (case, block_m, block_n)
 
 
 def test_two_threads_may_call_the_kernel_at_once():
@@ -96,127 +50,15 @@ def test_two_threads_may_call_the_kernel_at_once():
     assert all(torch.equal(o, right) for o, right in zip(outputs, expected * 5, strict=True))
 
 
-# Part of torch
-
-
-def test_torch_compile_sees_the_kernel_and_the_buckets(compiled, monkeypatch):
-    """For a CUDA tensor, which needs no GPU, torch traces a launch for a range of sizes."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    shapes = ShapeEnv()
-    fake = FakeTensorMode(shape_env=shapes)
-    batch, seqlen = fake.from_tensor(torch.empty(3, 100), static_shapes=False).shape
-    with fake:
-        qkv = torch.empty(batch, seqlen, 3, 4, 64, device="cuda", dtype=torch.float16)
-        graph = make_fx(lambda q, k, v: compiled._forward(q, k, v, 0.1, True, True))(*qkv.unbind(2))
-    (launch,) = [node for node in graph.graph.nodes if "triton_kernel" in str(node.target)]
-    arguments = launch.kwargs["kwargs"]
-    assert (arguments["seqlen_bucket"], arguments["heads_bucket"]) == (128, 16)
-    assert isinstance(arguments["seqlen"], torch.fx.Node)  # still symbolic
-    assert {str(guard.expr).split(" ", 1)[1] for guard in shapes.guards} >= {"<= 128", "<= 16"}
-
-
-@for_every_name
-def test_torch_knows_the_kernels_of_an_op(name, module):
-    """Otherwise its cache of compiled graphs would not notice a change of the kernel."""
-    from torch._library.triton import get_triton_kernels_for_op
-
-    kernels = get_triton_kernels_for_op(f"attention_kernels::{name.lower()}")
-    expected = (module._half, module._half_128, module._float32, module._float32_128)
-    assert {*map(id, kernels)} == {*map(id, expected)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "q_sign", "arch"),
-    [
-        ("fp32", {"q_sign": 1}, 80),
-        ("fp32", {"q_sign": 1}, 90),
-        ("fp16", {"q_sign": 1}, 80),
-        ("bf16", {}, 90),
-    ],
-)
-def test_it_compiles(arch, dtype, q_sign, compiled):
-    """q_sign is a constant for a positive scale, and otherwise an integer argument."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    usable(NAMES[0], "cpu").attention(*Case(3, 32).inputs("cpu"))  # it must leave no trace
-    config = (compiled._float32 if dtype == "fp32" else compiled._half).configs[-1]
-    constants = {
-        "head_dim": 64,
-        "is_causal": True,
-        "transposed_k": False,
-        "interpreted": False,
-        **q_sign,
-        **config.kwargs,
-    }
-    names = compiled._compiled.arg_names
-    # torch.compile passes a Python float as a double, and Triton as a float.
-    types = {"scale_log2": "fp64" if dtype == "fp32" else "fp32"} | {
-        name: f"*{dtype}" for name in names if name.endswith("_ptr")
-    }
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name.endswith("_ptr") or "_stride_" in name
-    }
-    source = ASTSource(
-        compiled._compiled,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        aligned,
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, (0x[0-9a-f]+),", ptx)
-    assert copies
-    assert {*copies} == {"0x10"}  # K and V arrive by 16 bytes
-    products = {*re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.\S+", ptx)}
-    if dtype == "fp32":
-        assert not products  # tensor cores would round to TF32
-    else:
-        assert products
-        assert all(("wgmma" in product) == (arch == 90) for product in products)
-        operands = dtype.replace("fp", "f")
-        assert all(f"f32.{operands}.{operands}" in product for product in products)
-
-
-# Refusals
-
-
-def test_without_triton_the_reason_is_given(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    for name in NAMES:
-        assert get_backend(name).unavailable_reason("cpu") == "needs the Python package triton"
-
-
-def test_triton_is_refused_if_it_would_be_interpreted(monkeypatch):
-    probe = get_backend(NAMES[0]).probe
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert probe("cuda") is None
+def test_a_reason_is_given_without_triton_or_if_it_would_be_interpreted(monkeypatch):
+    spec = get_backend(NAMES[0])
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "TRITON_INTERPRET is set" in probe("cuda")
-    assert probe("cpu") is None
-
-
-def test_tuning_is_not_captured(module, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="call it once before the capture"):
-        module._half.do_bench(None, (0.5,))
-
-
-def test_sizes_are_rounded_up_to_buckets(module):
-    sizes = [1, 64, 65, 128, 129, 1000]
-    assert [module._bucket(size, 64) for size in sizes] == [64, 64, 128, 128, 256, 1024]
-    assert [module._bucket(size, 1) for size in (1, 2, 3, 12)] == [1, 2, 4, 16]
+    assert "TRITON_INTERPRET is set" in spec.probe("cuda")
+    assert spec.probe("cpu") is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert spec.probe("cuda") is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert spec.unavailable_reason("cpu") == "needs the Python package triton"
 
 
 # On a GPU

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 import torch
 
 from attention_kernels import BackendSpec, list_backends
-from attention_kernels.inspection import launches
-from attention_kernels.judge.conformance import Case, run_case
-from attention_kernels.judge.reference import judge, reference_attention
+from attention_kernels.judge.suite import Case, run_case
+from attention_kernels.judge.truth import truth
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import changed, for_each
 from tests.conftest import on_every_device, usable
@@ -23,8 +21,8 @@ ASKS = 5  # the first version that asks where the elements of its fragments lie
 for_every_version = for_each(NAMES)
 
 
-def uneven(seqlen: int, head_dim: int, spread: float, device: str = "cpu"):
-    """Return q, k, v and a scale; scores of odd rows are about `spread` above those of even rows.
+def verdict(spec: BackendSpec, seqlen: int, head_dim: int, spread: float, is_causal: bool, device):
+    """Judge a call where the scores of odd rows are about `spread` above those of even rows.
 
     q and k are whole numbers, so that plain fp16, and with it the budget, has a small error.
     """
@@ -34,13 +32,10 @@ def uneven(seqlen: int, head_dim: int, spread: float, device: str = "cpu"):
     k[..., 0] += torch.randint(0, 3, shape[:3], generator=generator)
     q = torch.ones(shape) + (torch.arange(seqlen) % 2 * 8)[None, :, None, None]
     v = torch.randn(shape, generator=generator)
-    return *(x.half().to(device) for x in (q, k, v)), spread / (8 * head_dim)
-
-
-def verdict(spec: BackendSpec, seqlen: int, head_dim: int, spread: float, is_causal: bool, device):
-    q, k, v, scale = uneven(seqlen, head_dim, spread, device)
+    q, k, v = (x.half().to(device) for x in (q, k, v))
+    scale = spread / (8 * head_dim)
     o = spec.attention(q, k, v, softmax_scale=scale, is_causal=is_causal)
-    return judge(o, q, k, v, scale, is_causal, precision="fp16")
+    return truth(q, k, v, scale, is_causal).judge(o, "fp16")
 
 
 @on_every_device
@@ -61,22 +56,6 @@ def test_without_its_guard_one_maximum_for_the_warp_breaks():
     assert run_case(unguarded, Case(70, 64, dtype=torch.float16), "cpu").passed
     found = [verdict(unguarded, 150, 64, spread, False, "cpu") for spread in (20, 24, 512)]
     assert [one.passed for one in found] == [True, False, False]
-    # At 512, every P of the even rows is 0, and the output 0 / 0. The maximum is of the odd rows.
-    q, k, v, scale = uneven(150, 64, 512)
-    o = unguarded.attention(q, k, v, softmax_scale=scale, is_causal=False)
-    assert o[:, ::2].isnan().all()
-    expected = reference_attention(q, k, v, scale, is_causal=False)[:, 1::2]
-    torch.testing.assert_close(o[:, 1::2].double(), expected, rtol=0, atol=2e-3)
-
-
-@pytest.mark.slow
-def test_the_guard_changes_no_bit():
-    """Whether a row is relative to its own maximum or to the warp's, only exponents differ."""
-    per_row = changed(V02, ("bool per_row = false;", "bool per_row = true;"))
-    spec = usable(NAMES[1], "cpu")
-    for scale in (0.02, 1.0, 8.0):
-        q, k, v = Case(150, 64, scale, dtype=torch.float16).inputs("cpu")
-        assert torch.equal(per_row.attention(q, k, v), spec.attention(q, k, v))
 
 
 @on_every_device
@@ -109,31 +88,11 @@ def test_no_layout_of_fragments_is_assumed(name, monkeypatch):
 
 @pytest.mark.slow
 def test_the_tiles_of_the_last_version_where_blocks_do_not_fill_the_device(monkeypatch):
+    """They depend on the shared memory: 64, 99 or 227 KB."""
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "132")
     spec = usable(NAMES[-1], "cpu")
-    recorder = launches.build_recorder(spec.version)
-    for arch, keys in (  # with 64, 99 and 227 KB of shared memory
-        ("75", {32: 128, 64: 64, 128: 32}),
-        ("86", {32: 128, 64: 128, 128: 32}),
-        ("90", {32: 256, 64: 256, 128: 128}),
-    ):
+    for arch in ("75", "86", "90"):
         monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
-        # One head of 1,024 tokens is launched: head_dim, warps along M and N, keys of a tile, ...
-        recorded = launches.record(spec.version, recorder, keys)
-        shapes = [re.findall(r"\d+", launch.kernel) for launch in recorded]
-        assert {int(head_dim): int(tile) for head_dim, _, _, tile, *_ in shapes} == keys
-        assert all(int(warps) > 1 for _, _, warps, *_ in shapes)
         for seqlen, head_dim in itertools.product((127, 300), (32, 64, 128)):
             case = Case(seqlen, head_dim, 8.0, num_heads=1, dtype=torch.float16)
             assert run_case(spec, case, "cpu").passed, (arch, case)
-
-
-@pytest.mark.slow
-def test_two_orders_of_threads_give_the_last_version_the_same_bits(monkeypatch):
-    """There are more keys than in the suite: blocks are full, and every stage is reused."""
-    spec = usable(NAMES[-1], "cpu")
-    q, k, v = Case(300, 64, dtype=torch.float16).inputs("cpu")
-    expected = spec.attention(q, k, v)
-    for order in ("reverse", "shuffle:1"):
-        monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
-        assert torch.equal(spec.attention(q, k, v), expected)

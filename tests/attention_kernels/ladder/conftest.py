@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels.ladder import build, compilers, header
+from attention_kernels.ladder import compilers, header
 
 HEADER = """\
 // {name} - {title}
@@ -23,12 +23,12 @@ HEADER = """\
 
 #include "common.cuh"
 """
-# Logs each call to $NOTED and waits until there is a file $GATE, if that is set.
+# Logs each call to $NOTED and runs $FIRST before the compiler.
 COMPILER = """\
 #!/bin/sh
-case "$*" in *--version*) echo "noting compiler"; exec {gxx} --version;; esac
+case "$*" in *--version*) echo "compiler $VERSION"; exit;; esac
 echo "$*" >> "$NOTED"
-until [ -z "$GATE" ] || [ -e "$GATE" ]; do sleep 0.05; done
+eval "$FIRST"
 exec {gxx} "$@"
 """
 
@@ -58,21 +58,19 @@ def calls(tmp_path, monkeypatch):
     """An empty cache and a compiler that logs its calls; calls() returns those since the last."""
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
-    compiler, noted, told = tmp_path / "compiler", tmp_path / "noted", 0
+    compiler, noted = tmp_path / "compiler", tmp_path / "noted"
     compiler.write_text(COMPILER.format(gxx=shutil.which(str(compilers.find_gxx()))))
     compiler.chmod(0o755)
+    noted.touch()
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("NOTED", str(noted))
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("ATTENTION_KERNELS_FLAGS", raising=False)
-    build._private_cache.cache_clear()
     compilers.asked.cache_clear()
 
     def calls() -> list[str]:
-        # The file is not emptied: a compiler may be writing to it.
-        nonlocal told
-        lines = noted.read_text().splitlines() if noted.exists() else []
-        new, told = lines[told:], len(lines)
-        return new
+        lines = noted.read_text().splitlines()
+        noted.write_text("")
+        return lines
 
     return calls

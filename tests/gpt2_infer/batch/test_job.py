@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention_kernels import UnknownBackendError
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import RequestError, Sampling, batch, generate
 from gpt2_infer.batch import job as jobs
 from tests.conftest import rewrite

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention_kernels import get_backend
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2, RequestError, Sampling, generate
 from gpt2_infer.engines import continuous, slots
 from gpt2_infer.engines.continuous import Continuous

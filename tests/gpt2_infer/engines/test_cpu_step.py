@@ -154,8 +154,9 @@ def test_without_a_compiler_the_eager_engine_runs(monkeypatch):
 
 def test_machines_with_different_cpus_can_share_the_cache(monkeypatch):
     version = header.parse_header(cpu_step.SOURCE, "fused_step_")
-    stems = set()
+    monkeypatch.setattr(build, "_find", lambda file: file)  # nothing is built
+    names = set()
     for macros in ("#define __AVX__ 1", "#define __AVX512F__ 1"):
         monkeypatch.setattr(compilers, "native_macros", lambda _, macros=macros: macros)
-        stems.add(build.recipes(version, "emulator", "")[1].file)
-    assert len(stems) == 2
+        names.add(build.build(version, "emulator").name)
+    assert len(names) == 2
