@@ -43,12 +43,9 @@ docs: $(VENV)/installed
 	$(BIN)/cog -r -P README.md docs/*.md
 	$(BIN)/python scripts/plot_results.py
 
-# The newest results of the float32 ladder; its accesses are counted again.
-SHOWN := kernel-fp32 kernel-fp32-later kernel-fp32-split profile-fp32 profile-fp32-128 inspect-fp32 \
-	predict-fp32 stalls-fp32
-newest = $(lastword $(sort $(wildcard results/*_$(1).json)))
+# The float32 ladder, line by line, with its accesses, which take minutes to count.
 report: $(VENV)/installed
-	$(BIN)/gpt2-infer report --family fp32 $(foreach name,$(SHOWN),$(call newest,$(name)))
+	$(BIN)/gpt2-infer report --family fp32
 
 # Needs Python 3.11. SITE_URL is where the site will be.
 site: $(VENV)/installed

@@ -1,7 +1,7 @@
 """Causal self-attention kernels behind one contract and one registry.
 
 Importing the package compiles nothing, creates no CUDA context and does not even import torch,
-which takes seconds. See `contract` for shapes, `registry` for backends and `judge.reference` for
+which takes seconds. See `contract` for shapes, `registry` for backends and `judge.truth` for
 the float64 reference that judges every backend.
 """
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, util
 
-from tqdm import tqdm
-
 from attention_kernels.errors import ArgumentError
 
-PROGRESS_AFTER_S = 5.0
-# tqdm's own lock is one for all processes, and a worker that is killed would leave its semaphore.
-tqdm.set_lock(threading.RLock())
 FD = "/proc/self/fd/"
 _MEANINGS = {
     signal.SIGSEGV: "an invalid memory access",
@@ -85,18 +78,16 @@ def run(
     command: Sequence[str],
     *,
     timeout_s: float,
-    label: str = "",
     env: Mapping[str, str] | None = None,
     folder: str | None = None,
 ) -> Ended:
     """Run a command in a folder until it ends or has used up its time, in seconds.
 
     Kills the child and its own children at the time limit and when this process is interrupted.
-    label: shown on a terminal with the elapsed time. The child inherits the file descriptors that
-    the command names, as /proc/self/fd/N. Raises ArgumentError for an invalid time limit.
+    The child inherits the file descriptors that the command names, as /proc/self/fd/N. Raises
+    ArgumentError for an invalid time limit.
     """
     check_time_limit(timeout_s)
-    deadline = time.monotonic() + timeout_s
     try:
         process = subprocess.Popen(
             command,
@@ -113,24 +104,14 @@ def run(
     except OSError as error:
         return Ended(127, f"could not be started: {error}")
     try:
-        # The elapsed time, on a terminal only.
-        with tqdm(
-            desc=label,
-            bar_format="{desc} ... {elapsed}",
-            delay=PROGRESS_AFTER_S,
-            disable=None if label else True,
-            leave=False,
-        ) as bar:
-            while (left := deadline - time.monotonic()) > 0:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    out, err = process.communicate(timeout=min(1.0, left))
-                    return Ended(process.returncode, ending(process.returncode), out, err)
-                bar.update()
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return Ended(-signal.SIGKILL, f"did not end in {timeout_s:g} s")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    return Ended(process.returncode, f"did not end in {timeout_s:g} s")
+    return Ended(process.returncode, ending(process.returncode), out, err)
 
 
 def check_time_limit(timeout_s: float) -> None:

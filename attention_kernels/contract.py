@@ -24,7 +24,7 @@ the caller guarantees it. Keys and values past seqlens are ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from attention_kernels.errors import ArgumentError
 
+LAYOUT = "(batch, seqlen, num_heads, head_dim)"
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
 """A backend's attention kernel: from checked (q, k, v, softmax_scale, is_causal) to a new o."""
 DecodeFunction = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -61,13 +62,14 @@ def check_attention(
 
     Raises ArgumentError with a list of everything that is wrong.
     """
-    check_tensors({"q": q, "k": k, "v": v})
+    tensors = {"q": q, "k": k, "v": v}
+    check_tensors(tensors)
     if not isinstance(is_causal, bool):
         raise ArgumentError(f"is_causal must be True or False, not {is_causal!r}")
-    is_one_shape = q.shape == k.shape or (_are_grouped(q, k) and q.shape[1] == k.shape[1])
-    if q.dim() == 4 and k.shape == v.shape and is_one_shape and _are_alike(q, k, v):
-        return check_scale(softmax_scale, q.shape[3])
-    raise ArgumentError("; ".join(_complaints({"q": q, "k": k, "v": v})))
+    fits = _shapes_fit(q, k, v) and q.shape[1] == k.shape[1]
+    if not (fits and _are_alike(q, k, v)):
+        raise ArgumentError("; ".join(_complaints(tensors, "" if fits else "have the same shape")))
+    return check_scale(softmax_scale, q.shape[3])
 
 
 def check_decode(
@@ -76,31 +78,23 @@ def check_decode(
     """Check the arguments of decode() and return the scale to use; raises ArgumentError."""
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     check_tensors({**tensors, "seqlens": seqlens})
-    if not q.dim() == k_cache.dim() == v_cache.dim() == 4:
-        raise ArgumentError("; ".join(_complaints(tensors, same_shape=False)))
-    batch, one, _, head_dim = q.shape
-    cached, wrong = k_cache.shape, []
-    if one != 1:
-        wrong.append(f"q has {one} tokens per row; decode takes one")
-    if cached != v_cache.shape:
-        wrong.append(f"k_cache {tuple(cached)} and v_cache {tuple(v_cache.shape)} differ in shape")
-    if not _are_grouped(q, k_cache):
-        wrong.append(f"k_cache {tuple(cached)} does not fit q {tuple(q.shape)}")
-    if seqlens.shape != (batch,) or seqlens.dtype != torch.int32 or seqlens.device != q.device:
+    wrong: list[str] = []
+    fits = _shapes_fit(q, k_cache, v_cache) and q.shape[1] == 1
+    if not (fits and _are_alike(q, k_cache, v_cache)):
+        wrong = _complaints(tensors, "" if fits else "be one token per row and two caches that fit")
+    if seqlens.shape != q.shape[:1] or seqlens.dtype != torch.int32 or seqlens.device != q.device:
         wrong.append(
-            f"seqlens must be int32 ({batch},) on {q.device}, not {dtype_name(seqlens.dtype)} "
-            f"{tuple(seqlens.shape)} on {seqlens.device}"
+            f"seqlens must be int32 {tuple(q.shape[:1])} on {q.device}, not "
+            f"{dtype_name(seqlens.dtype)} {tuple(seqlens.shape)} on {seqlens.device}"
         )
-    if not _are_alike(q, k_cache, v_cache):
-        wrong += _complaints(tensors, same_shape=False)
+    # A traced tensor has no values to check.
+    elif not wrong and seqlens.is_cpu and not torch.compiler.is_compiling():
+        lengths, max_seqlen = seqlens.tolist(), k_cache.shape[1]
+        if min(lengths) < 1 or max(lengths) > max_seqlen:
+            wrong.append(f"seqlens must be between 1 and {max_seqlen}, not {lengths}")
     if wrong:
         raise ArgumentError("; ".join(wrong))
-    # A traced tensor has no values to check.
-    if seqlens.is_cpu and not torch.compiler.is_compiling():
-        lengths, max_seqlen = seqlens.tolist(), cached[1]
-        if min(lengths) < 1 or max(lengths) > max_seqlen:
-            raise ArgumentError(f"seqlens must be between 1 and {max_seqlen}, not {lengths}")
-    return check_scale(softmax_scale, head_dim)
+    return check_scale(softmax_scale, q.shape[3])
 
 
 def check_tensors(arguments: Mapping[str, object]) -> None:
@@ -132,9 +126,9 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     return float(softmax_scale)
 
 
-def _are_grouped(q: Tensor, k: Tensor) -> bool:
-    """Check that k fits q, whatever their lengths: it may have fewer heads."""
-    if not q.dim() == k.dim() == 4:
+def _shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Check that k and v fit q, whatever their lengths: they may have fewer heads."""
+    if not (q.dim() == k.dim() == 4 and k.shape == v.shape):
         return False
     (batch, _, num_heads, head_dim), (k_batch, _, kv_heads, k_head_dim) = q.shape, k.shape
     fits = k_batch == batch and k_head_dim == head_dim
@@ -152,26 +146,25 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _complaints(tensors: dict[str, Tensor], *, same_shape: bool = True) -> list[str]:
-    def compare(rule: str, values: Sequence[object]) -> None:
-        if len({*values}) > 1:
-            wrong.append(f"{', '.join(tensors)} must {rule}, not {', '.join(map(str, values))}")
-
-    every = tensors.values()
-    wrong = [
-        f"{name} must be (batch, seqlen, num_heads, head_dim), not {tuple(tensor.shape)}"
-        for name, tensor in tensors.items()
-        if tensor.dim() != 4
-    ]
-    if same_shape and not wrong:
-        compare("have the same shape", [tuple(tensor.shape) for tensor in every])
-    compare("have the same dtype", [dtype_name(tensor.dtype) for tensor in every])
-    compare("be on the same device", [tensor.device for tensor in every])
+def _complaints(tensors: Mapping[str, Tensor], shape_rule: str) -> list[str]:
+    """Return all that is wrong with tensors; shape_rule is the rule that their shapes break."""
+    wrong, names = [], ", ".join(tensors)
     for name, tensor in tensors.items():
+        if tensor.dim() != 4:
+            wrong.append(f"{name} must be {LAYOUT}, not {tuple(tensor.shape)}")
+        elif tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            wrong.append(f"the last stride of {name} must be 1, not {tensor.stride(3)}")
         if tensor.numel() == 0:
             wrong.append(f"{name} is empty: {tuple(tensor.shape)}")
-        if tensor.dim() == 4 and tensor.shape[3] > 1 and tensor.stride(3) != 1:
-            wrong.append(f"the last stride of {name} must be 1, not {tensor.stride(3)}")
+    if shape_rule and all(tensor.dim() == 4 for tensor in tensors.values()):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors.values())
+        wrong.append(f"{names} must {shape_rule}, not {shapes}")
+    for rule, values in (
+        ("have the same dtype", [dtype_name(tensor.dtype) for tensor in tensors.values()]),
+        ("be on the same device", [str(tensor.device) for tensor in tensors.values()]),
+    ):
+        if len({*values}) > 1:
+            wrong.append(f"{names} must {rule}, not {', '.join(values)}")
     return wrong
 
 

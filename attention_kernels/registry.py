@@ -11,13 +11,12 @@ Environment: ATTENTION_KERNELS_PLUGINS=off ignores the backends of other distrib
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import os
 import re
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
 ENTRY_POINT_GROUP = "attention_kernels.backends"
-LONGEST = 100  # letters of a name that are compared with others: a longer one is no typing error
-SLOW_PLUGIN_S = 3.0  # a plug-in that takes longer to import is reported on stderr
 DECODES_ONLY, NO_DECODE = "it has a decode kernel only", "it has no decode kernel"
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
@@ -89,24 +86,22 @@ class Description:
     cuda_graphs: bool = True
     """Whether a call can be captured in a CUDA graph."""
     error_slack: float = 1.0
-    """The multiple of its precision class's error budget allowed; see judge.reference."""
+    """The multiple of its precision class's error budget allowed; see judge.truth."""
 
     def __post_init__(self) -> None:
-        classes, devices, slack = self.precisions, self.device_types, self.error_slack
-        most = MOST_ERROR_SLACK
-        if not classes or any(one not in PRECISIONS.get(x, ()) for x, one in classes.items()):
-            known = "; ".join(f"{', '.join(ones)} for {x}" for x, ones in PRECISIONS.items())
+        classes, slack = self.precisions, self.error_slack
+        most = 1.0 if "tf32" in classes.values() else MOST_ERROR_SLACK  # tf32 is the coarsest class
+        if not classes or any(name not in PRECISIONS.get(x, ()) for x, name in classes.items()):
+            known = "; ".join(f"{', '.join(names)} for {x}" for x, names in PRECISIONS.items())
             wrong = f"precisions must be {known}, not {dict(classes)}"
         elif min(self.head_dims, default=1) < 1:
             wrong = f"head_dims must be positive, not {self.head_dims}"
-        elif not devices or not {*devices} <= {"cuda", "cpu"}:
-            wrong = f"device_types must be among cuda and cpu, not {devices}"
+        elif not self.device_types or not {*self.device_types} <= {"cuda", "cpu"}:
+            wrong = f"device_types must be among cuda and cpu, not {self.device_types}"
         elif not re.fullmatch(r".*\.", self.summary):
             wrong = "the summary must be one sentence on one line"
         elif not 1 <= slack <= most:
             wrong = f"error_slack must be between 1 and {most:g}, not {slack}"
-        elif slack > 1 and "tf32" in classes.values():
-            wrong = "tf32 is the coarsest class, so it has no error_slack"
         else:
             return
         raise ValueError(f"{self.name}: {wrong}")
@@ -177,27 +172,22 @@ class BackendSpec(Description):
         """
         if reasons := self._refusals(q, k):
             return reasons
+        device_type, kernels = q.device.type, self.load()
         if decode:
-            device_type = q.device.type
             return [] if self.has_decode(device_type) else [f"{NO_DECODE} on {device_type}"]
-        if not self.has_attention():
+        if kernels.attention is None:
             return [DECODES_ONLY]
-        of_kernel = self.load().refusals
-        return of_kernel(q, k, v, is_causal) if of_kernel else []
+        return kernels.refusals(q, k, v, is_causal) if kernels.refusals else []
 
     def _refusals(self, q: Tensor, k: Tensor) -> list[str]:
         """Return those refusals() that do not need loading."""
-        sizes = q.shape[3], q.device.type, q.shape[2], k.shape[2]
-        return self.static_refusals(q.dtype, *sizes)
+        reasons = self.static_refusals(q.dtype, q.shape[3], q.device.type)
+        if k.shape[2] != q.shape[2] and not self.supports_gqa:
+            heads = f"{k.shape[2]} key heads for {q.shape[2]} query heads"
+            reasons.append(f"{heads} (it takes as many of both)")
+        return reasons
 
-    def static_refusals(
-        self,
-        dtype: torch.dtype,
-        head_dim: int,
-        device_type: str,
-        num_heads: int = 1,
-        kv_heads: int = 1,
-    ) -> list[str]:
+    def static_refusals(self, dtype: torch.dtype, head_dim: int, device_type: str) -> list[str]:
         """Return those refusals() that need neither tensors nor loading."""
         reasons = []
         name = contract.dtype_name(dtype)
@@ -207,9 +197,6 @@ class BackendSpec(Description):
             reasons.append(f"head_dim {head_dim} (it takes {', '.join(map(str, self.head_dims))})")
         if device_type not in self.device_types:
             reasons.append(f"device {device_type} (it takes {', '.join(self.device_types)})")
-        if kv_heads != num_heads and not self.supports_gqa:
-            heads = f"{kv_heads} key heads for {num_heads} query heads"
-            reasons.append(f"{heads} (it takes as many of both)")
         return reasons
 
     def load(self) -> Kernels:
@@ -223,18 +210,16 @@ class BackendSpec(Description):
 
         Raises UnavailableBackendError; if a build fails, with the compiler's first error.
         """
-        prepare = self.load().prepare
-        if prepare is not None:
+        if prepare := self.load().prepare:
             prepare(device_type)
 
     @untraced
     def _load(self) -> bool:
         with _lock:
             if not self._kernels:
-                reasons = [*map(self.unavailable_reason, self.device_types)]
+                reasons = dict.fromkeys(map(self.unavailable_reason, self.device_types))
                 if None not in reasons:
-                    told = "; ".join(dict.fromkeys(filter(None, reasons)))
-                    raise UnavailableBackendError(self.name, told)
+                    raise UnavailableBackendError(self.name, "; ".join(map(str, reasons)))
                 try:
                     kernels = cast("object", self.loader())
                 except AttentionError:
@@ -384,13 +369,16 @@ def add(spec: BackendSpec) -> None:
 
 
 def unavailable(
-    name: str, family: str, summary: str, device_types: tuple[str, ...], reason: str
+    name: str, family: str, reason: str, device_types: tuple[str, ...] = ("cpu",)
 ) -> BackendSpec:
-    """Return a stand-in for a backend that is unavailable for the given reason."""
+    """Return a stand-in for a backend that is unavailable for the given reason.
+
+    It is on one device type by default, so that listings give the reason once.
+    """
     return BackendSpec(
         name=name,
         family=family,
-        summary=summary,
+        summary="It could not be loaded.",
         loader=Kernels,
         precisions={"float32": PLAIN_PRECISIONS["float32"]},
         device_types=device_types,
@@ -412,7 +400,9 @@ def get_backend(name: str) -> BackendSpec:
     _discover()
     if spec := _specs.get(key := _key(name)):
         return spec
-    raise UnknownBackendError(name, _nearest(key))
+    # To compare a very long name would take seconds.
+    similar = difflib.get_close_matches(key[:100], [*_specs])
+    raise UnknownBackendError(name, similar or [x for x in _specs if key and key in x][:3])
 
 
 def registered(name: str) -> BackendSpec | None:
@@ -429,7 +419,7 @@ def shipped() -> list[BackendSpec]:
 
 def stand_in(name: str) -> BackendSpec:
     """Return the backend of that name or, if no module in this process has it, a stand-in."""
-    return registered(name) or unavailable(_key(name), "", "It did not load.", ("cpu",), "")
+    return registered(name) or unavailable(_key(name), "", "")
 
 
 def _key(name: str) -> str:
@@ -438,22 +428,9 @@ def _key(name: str) -> str:
     return name.strip().upper().replace("-", "_")
 
 
-def preferred_device(spec: BackendSpec) -> str:
-    """Return "cuda" if a backend can run there, else "cpu"."""
-    return "cpu" if spec.unavailable_reason("cuda") else "cuda"
-
-
-def _nearest(key: str) -> list[str]:
-    """Return up to three names that resemble `key`, or else have a word that does."""
-    names = [*_specs]  # a copy, because another thread may register a backend
-    key = key[:LONGEST]
-    whole = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
-    words = [
-        name
-        for name in names
-        if (key and key in name) or difflib.get_close_matches(key, name.split("_"), n=1, cutoff=0.7)
-    ]
-    return (whole or words)[:3]
+def device_for(spec: BackendSpec, wanted: str | None = None) -> str:
+    """Return the device that is wanted; without one, "cuda" if a backend runs there, else "cpu"."""
+    return wanted or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
 
 
 def attention(
@@ -515,15 +492,15 @@ def _first_or(
     first: str, other: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str:
     """Return the first name if that backend serves on a CUDA device, otherwise the other."""
-    key = first, device, dtype, head_dim
-    if key not in _serving:  # called for every layer and token
-        spec = get_backend(first)
-        takes = not spec.static_refusals(dtype, head_dim, "cuda")
-        _serving[key] = takes and not spec.unavailable_reason(device)
-    return first if _serving[key] else other
+    return first if _serves(first, device, dtype, head_dim) else other
 
 
-_serving: dict[tuple[str, torch.device, torch.dtype, int], bool] = {}
+@functools.cache  # called for every layer and token
+def _serves(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    spec = get_backend(name)
+    return not (spec.static_refusals(dtype, head_dim, "cuda") or spec.unavailable_reason(device))
+
+
 _discovered: bool | None = False  # None during discovery
 
 
@@ -571,15 +548,10 @@ def plugins() -> importlib.metadata.EntryPoints | tuple[()]:
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
     """Import a plug-in, which registers its backends; if that fails, add an unavailable backend."""
-    start = time.monotonic()
     try:
         entry_point.load()
     except (Exception, SystemExit) as error:  # the other backends must still work
         name = f"PLUGIN_{re.sub('[^A-Z0-9]', '_', entry_point.name.upper())}"
-        summary = "A plug-in that could not be loaded."
-        reason = f"its plug-in failed to load: {describe(error)}"
-        # On one device type, so that listings give the reason once.
-        _specs[name] = unavailable(name, "plug-in", summary, ("cpu",), reason)
-    if (seconds := time.monotonic() - start) > SLOW_PLUGIN_S:
-        told = f"the attention plug-in {entry_point.name} took {seconds:.0f} s to load"
-        print(f"{told} (ATTENTION_KERNELS_PLUGINS=off loads none)", file=sys.stderr, flush=True)
+        _specs[name] = unavailable(
+            name, "plug-in", f"its plug-in failed to load: {describe(error)}"
+        )

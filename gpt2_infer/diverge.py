@@ -9,7 +9,7 @@ Each backend is then compared with float64 attention in two ways:
 
 layers: the input of each layer comes from float64 attention in the layers before it, so that no
 error is inherited. Each backend's output of the layer must keep the budgets of
-`judge.reference`; the bug is in the first layer that exceeds them. Each backend gets
+`judge.truth`; the bug is in the first layer that exceeds them. Each backend gets
 copies of the inputs, and a backend that changes them has a bug.
 
 logits: the same rule bounds how far the logits of a correct backend may be from those of float64
@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ from tqdm import tqdm
 from attention_kernels import BackendSpec
 from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
 from attention_kernels.judge.calls import Request as Call
-from attention_kernels.judge.reference import Verdict, error_budget, naive_attention, truth
+from attention_kernels.judge.truth import Verdict, error_budget, naive_attention, truth
 from attention_kernels.judge.worker import Runner, open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.engines import make_engine
@@ -192,12 +191,11 @@ class Divergence:
         return f"not tested: more than {tried} tokens at once{beyond}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return every field, the verdict and the faults; null for a number that is not finite."""
+        """Return every field, the verdict and the faults."""
         value = {"verdict": self.verdict, **asdict(self), "untried": self.untried}
         for name, side in (("a", self.a), ("b", self.b)):
             value[name]["faults"] = side.faults
-        finite: dict[str, Any] = json.loads(json.dumps(value), parse_constant=lambda _: None)
-        return finite
+        return value
 
     def __str__(self) -> str:
         """Return a readable report; the last line is the verdict."""

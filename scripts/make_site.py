@@ -1,17 +1,15 @@
 """Build the site from README.md and every file that it leads to.
 
-    python scripts/make_site.py [--report REPORT] [--out FOLDER]
+    python scripts/make_site.py [--out FOLDER]
 
-README.md is the home page, and its table "Where to read on" is the navigation. Pages have the paths
-of their documents, so that links work unchanged. A linked source becomes a page, too, and a linked
-folder a list of its files; results and pictures are copied. REPORT is a page that `gpt2-infer
-report` wrote; without it, one of a few versions is made. A broken link fails the build.
+README.md is the home page; docs/site/mkdocs.yml has the navigation. Pages have the paths of their
+documents, so that links work unchanged. A linked source becomes a page, too, and a linked
+folder a list of its files; results and pictures are copied. A broken link fails the build.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -20,17 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from attention_kernels import ladder, list_backends
-from gpt2_infer.bench.record import Shape, newest
-from gpt2_infer.bench.report import make_page
-
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
 COPIED = {".json", ".svg", ".gz"}
-EXAMPLE = "What does a report on kernels show?"
-# A few versions, because counting the accesses of the whole ladder takes minutes.
-REPORTED = ("CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_2", "CUSTOM_CUDA_VERSION_12")
-RESULTS = ("kernel-fp32", "stalls-fp32")
 # Sources take the whole width, and the search leaves them out.
 SOURCE = "---\nhide: [navigation, toc]\nsearch: {{exclude: true}}\n---\n# {name}\n\n{body}\n"
 
@@ -81,32 +71,11 @@ def stage(folder: Path) -> None:
         target.write_text(LINK.sub(follow, text) if has_links else text, "utf-8")
 
 
-def navigation() -> list[dict[str, str | list[str]]]:
-    """Return the questions of README.md's last table, each with its pages."""
-    table = (ROOT / "README.md").read_text("utf-8").split("## Where to read on")[1]
-    found: list[dict[str, str | list[str]]] = [{"Home": "README.md"}]
-    for cell, questions in re.findall(r"^\| (\[.*?) \| (.*?) \|$", table, re.MULTILINE):
-        pages = LINK.findall(cell)
-        question = questions.replace("`", "").partition("? ")[0].rstrip("?") + "?"
-        found.append({question: pages if len(pages) > 1 else pages[0]})
-    return [*found, {EXAMPLE: "report.html"}]
-
-
-def report() -> str:
-    """Return the page on a few versions, with the newest results."""
-    list_backends()
-    versions = ladder.versions()
-    shape = Shape(num_heads=1, seqlen=128, head_dim=64)
-    files = [newest(ROOT / "results", name) for name in RESULTS]
-    return make_page({name: versions[name] for name in REPORTED}, files, shape, gpu="h200")
-
-
 def main() -> int:
     """Stage the pages and build the site."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--report", type=Path, help="page to show instead of one of a few versions")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "site", help="output folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -114,19 +83,11 @@ def main() -> int:
         stage(pages)
         for file in (ROOT / "docs" / "site").iterdir():
             shutil.copy(file, pages)
-        text = arguments.report.read_text("utf-8") if arguments.report else report()
-        (pages / "report.html").write_text(text, "utf-8")
         configuration = (pages / "mkdocs.yml").rename(Path(name, "mkdocs.yml"))
-        text = configuration.read_text("utf-8")
-        configuration.write_text(f"{text}\nnav: {json.dumps(navigation())}\n", "utf-8")
         command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
         options = ["--config-file", str(configuration), "--site-dir", str(arguments.out.resolve())]
-        done = subprocess.run(
-            [*command, *options],
-            env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-            check=False,
-        )
-    return done.returncode
+        environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+        return subprocess.run([*command, *options], env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Run the studies behind the documents, all or some of them.
 
-    python scripts/measure.py --list
     python scripts/measure.py --prefix results/2026-11-20_h200_ [NAME ...]
 
 Writes <prefix><name>.json. Studies whose file exists are skipped, and an interrupted study resumes
@@ -14,10 +13,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-import msgspec
 
 from attention_kernels import AttentionError
 from gpt2_infer import GPT2InferError
@@ -33,9 +29,6 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="studies to run (default: all)")
     parser.add_argument("--prefix", default="results/", help="prefix of the output files")
     parser.add_argument("--studies", type=Path, default=study.STUDIES, help="TOML file of studies")
-    parser.add_argument(
-        "--list", action="store_true", help="print the studies without running them"
-    )
     arguments = parser.parse_args()
     try:
         known = study.load(arguments.studies)
@@ -44,10 +37,6 @@ def main() -> int:
     if unknown := {*arguments.names} - {*known}:
         parser.error(f"no study is named {', '.join(sorted(unknown))} (known: {', '.join(known)})")
     names = arguments.names or list(known)
-    if arguments.list:
-        for name in names:
-            print(name, msgspec.json.encode(known[name]).decode())
-        return 0
     outputs = {name: Path(f"{arguments.prefix}{name}.json") for name in names}
     for out in outputs.values():
         if out.exists():
@@ -69,17 +58,13 @@ def _run_each(names: list[str], options: list[str]) -> int:
     failed = []
     for name in names:
         print(f"\n=== {name}", flush=True)
-        started = time.monotonic()
-        child = subprocess.Popen([sys.executable, __file__, *options, name])
         try:
-            status = child.wait()
-        except KeyboardInterrupt:  # the child gets the signal, too
-            child.wait()
+            subprocess.run([sys.executable, __file__, *options, name], check=True)
+        except subprocess.CalledProcessError:
+            failed.append(name)
+        except KeyboardInterrupt:
             print(f"interrupted at {name}: rerun to resume", file=sys.stderr)
             return 130
-        print(f"=== {name}: {time.monotonic() - started:.0f} s", flush=True)
-        if status:
-            failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

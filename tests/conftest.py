@@ -6,7 +6,6 @@ workers seconds sooner.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import gc
@@ -54,37 +53,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-_cpu_seconds: collections.Counter[str] = collections.Counter()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """Count the CPU seconds of an item, its fixtures and its child processes."""
-    begin = sum(os.times()[:4])
-    result = yield
-    _cpu_seconds[item.nodeid.split("::")[0]] += sum(os.times()[:4]) - begin
-    return result
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (output := getattr(session.config, "workeroutput", None)) is not None:  # a worker of xdist
-        output["cpu_seconds"] = {"(import and collect)": sum(os.times()[:4]), **_cpu_seconds}
-        output["cpu_seconds"]["(import and collect)"] -= sum(_cpu_seconds.values())
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    _cpu_seconds.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """On CI, show where the time goes: the wall clock depends on what else the machine does."""
-    if os.environ.get("CI") == "true":
-        terminalreporter.section(f"CPU seconds by file, of {sum(_cpu_seconds.values()):.0f}")
-        for file, seconds in _cpu_seconds.most_common(30):
-            terminalreporter.write_line(f"{seconds:8.1f} {file}")
-
-
 @pytest.fixture(autouse=True)
 def shared_memory_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Free the GPU's memory: otherwise each worker keeps as much as its largest test needed."""
@@ -119,51 +87,27 @@ def one_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(tuner, "configs", [config])
 
 
-def emulator_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Set, one after the other, variables that must not change an emulated result."""
-    for settings in (
-        {"ORDER": "reverse", "POISON": "41200000", "THREADS": "1"},  # the poison is 10.0f
-        {"ORDER": "shuffle:1"},
-    ):
-        with monkeypatch.context() as patch:
-            for name, value in settings.items():
-                patch.setenv(f"ATTENTION_EMULATOR_{name}", value)
-            yield settings
-
-
 @pytest.fixture(scope="session", autouse=True)
 def remembered() -> Iterator[None]:
-    """Cache for all backends the judge's cases and truth, functions of their arguments alone."""
-    import torch
+    """Cache the judge's cases, which are a function of their arguments, for all backends."""
+    from attention_kernels.judge import suite
 
-    from attention_kernels.judge import conformance
-    from attention_kernels.judge.reference import Truth
+    cached = functools.cache(suite.ordered_cases)
 
-    compute, known = conformance.truth, dict[object, Truth]()
-
-    def truth(q, k, v, softmax_scale=None, is_causal=True, *seqlens):
-        if q.numel() > 2**19 or q.device.type != "cpu":
-            return compute(q, k, v, softmax_scale, is_causal, *seqlens)
-        digest = hashlib.sha256()
-        for x in (q, k, v, *seqlens):
-            digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
-        key = (q.shape, k.shape, q.dtype, softmax_scale, is_causal, digest.digest())
-        if key not in known:
-            known[key] = compute(q, k, v, softmax_scale, is_causal, *seqlens)
-        return known[key]
+    def ordered_cases(*arguments: Any, **options: Any) -> Any:
+        return cached(*(tuple(x) if isinstance(x, list) else x for x in arguments), **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conformance, "truth", truth)
-        patch.setattr(conformance, "ordered_cases", _of_lists(conformance.ordered_cases))
+        patch.setattr(suite, "ordered_cases", ordered_cases)
         yield
 
 
 # A program that begins so runs the first checks of a suite alone.
 SHORT_SUITE = """
-from attention_kernels.judge import conformance
+from attention_kernels.judge import suite
 from gpt2_infer.cli import main
-everything = conformance.checks_of
-conformance.checks_of = lambda *arguments, **options: everything(*arguments, **options)[:12]
+everything = suite.checks_of
+suite.checks_of = lambda *arguments, **options: everything(*arguments, **options)[:12]
 """
 
 
@@ -175,14 +119,6 @@ def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for limits in (clock.OUTSIDE, clock.REPEATED):
         for device in limits:
             monkeypatch.setitem(limits, device, float("inf"))
-
-
-def _of_lists(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache a function whose arguments may be lists and whose result is iterated over."""
-    cached = functools.cache(lambda *arguments, **named: [*function(*arguments, **named)])
-    return lambda *arguments, **named: cached(
-        *(tuple(x) if isinstance(x, list) else x for x in arguments), **named
-    )
 
 
 @contextlib.contextmanager
@@ -239,15 +175,8 @@ def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 8192}
-        config = GPT2Config(
-            **{
-                **sizes,
-                "bos_token_id": 0,
-                "eos_token_id": 0,
-                "attn_implementation": "eager",
-                **fields,
-            }
-        )
+        tokens = {"bos_token_id": 0, "eos_token_id": 0}
+        config = GPT2Config(**{**sizes, **tokens, "attn_implementation": "eager", **fields})
         torch.manual_seed(0)
         model = GPT2LMHeadModel(config).eval()
         with torch.no_grad():  # biases and norms start at 0 and 1, where a mistake would not show
@@ -297,7 +226,7 @@ import atexit, contextlib, ctypes, functools, gc, inspect, json, os, sys, thread
 import torch
 from attention_kernels import register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.reference import naive_attention as right
+from attention_kernels.judge.truth import naive_attention as right
 """
 
 

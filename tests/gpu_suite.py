@@ -27,13 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests so that the workers finish soon."""
-
-    def place(item: pytest.Item) -> int:
-        if LAST in item.nodeid:
-            return len(FIRST) + 1
-        return next((i for i, part in enumerate(FIRST) if part in item.nodeid), len(FIRST))
-
-    items.sort(key=place)
+    items.sort(
+        key=lambda item: (LAST in item.nodeid, not any(part in item.nodeid for part in FIRST))
+    )
 
 
 class Suite:

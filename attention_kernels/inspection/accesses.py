@@ -130,8 +130,7 @@ def count_accesses(
     name, files = f"accesses-{version.op}", [version.path, csrc / source]
     with build.kept(name, "", files, csrc, command, build_recorder).open("rb") as file:
         program = f"{child.FD}{file.fileno()}"
-        label = f"counting accesses of {version.path.name}"
-        done = child.run([program, *arguments], timeout_s=timeout_s, label=label)
+        done = child.run([program, *arguments], timeout_s=timeout_s)
         sys.stderr.write(done.err)  # output of the version's own printf
         if done.status != 0:
             reason = re.sub(

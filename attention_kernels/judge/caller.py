@@ -1,4 +1,4 @@
-"""What happens in the process of a kernel: calls are made, and timed.
+"""The kernel's end: makes and times calls in a worker's process.
 
 A Caller reads its inputs from one block of memory and copies the outputs to another.
 """
@@ -10,52 +10,102 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
-from attention_kernels import ladder
+from attention_kernels import ladder, registry
 from attention_kernels.errors import (
     AttentionError,
     UnavailableBackendError,
+    UnknownBackendError,
     UnsupportedError,
     describe,
 )
-from attention_kernels.judge.blocks import Block, checksum, multiply, split, unpack
-from attention_kernels.judge.calls import Calls, Reply, describe_error
+from attention_kernels.judge import plugins
+from attention_kernels.judge.calls import (
+    Block,
+    Calls,
+    Message,
+    Repeat,
+    Reply,
+    Start,
+    checksum,
+    describe_error,
+    multiply,
+    unpack,
+)
 from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
 
-# What takes turns in memory that nobody has written: NaN in every dtype, of which fmaxf() and
-# comparisons make nothing, and a word that is large and finite in every dtype.
+Kernel: TypeAlias = Callable[..., Tensor]
+# Two words fill, in turn, memory that nobody has written: a NaN in every dtype, which fmaxf() and
+# comparisons ignore, and a word that is large and finite in every dtype.
 POISONS = "7ff47ff4", "70e070e0"
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """A loaded backend, as a worker describes it."""
+
+    has_attention: bool
+    has_decode: bool
+    described: plugins.Described
+
+
+def serve(
+    answer: Callable[[Reply], None],
+    wait: Callable[[], bytes],
+    given: int,
+    taken: int,
+    what: str,
+    device: str,
+    current: int,
+    races: bool,
+) -> None:
+    """Load a backend and answer messages until the judge ends this process."""
+    try:
+        # A plug-in is imported to find its own backends only, not where it could slow others.
+        spec = plugins.known(what) or ladder.resolve(what)
+        device = registry.device_for(spec, device)
+        if device == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(current)
+        if reason := spec.unavailable_reason(device):
+            raise UnavailableBackendError(spec.name, reason)
+        caller = Caller(spec, device, Block(given), Block(taken))
+        if device in spec.emulated_on:
+            torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
+        if device == "cuda":
+            poison_freed_memory(torch.empty(1, device=device))  # starts CUDA
+        if races and spec.version and device in spec.emulated_on:
+            ladder.build_all(device, [spec, caller.race_checked])
+        spec.prepare(device)
+        facts = Facts(spec.has_attention(), spec.has_decode(device), plugins.describe_spec(spec))
+        answer(Reply(text=msgspec.json.encode(facts).decode()))
+    except UnknownBackendError as error:
+        return answer(Reply("unknown", reasons=error.nearest))
+    except BaseException as error:
+        return answer(failure(error))
+    while True:
+        answer(caller.answer(msgspec.json.decode(wait(), type=Message)))
 
 
 class Caller:
     """Makes calls of a backend on a device, on inputs and for outputs in two blocks."""
 
-    def __init__(
-        self,
-        spec: BackendSpec,
-        device: str,
-        given: Block,
-        taken: Block,
-        wait: Callable[[Reply], bytes] = lambda _: b"",
-    ) -> None:
+    def __init__(self, spec: BackendSpec, device: str, given: Block, taken: Block) -> None:
         self.spec, self.device, self.given, self.taken = spec, device, given, taken
-        self.wait = wait
         self._timed: _Timed | None = None
         self._poisons = itertools.cycle(POISONS)
 
-    def call(self, calls: Calls) -> Reply:
-        """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
+    def answer(self, message: Message) -> Reply:
+        """Carry out a message; report exceptions and changed settings of torch."""
         try:
-            self.given.grow(calls.given_bytes)
-            self.taken.grow(calls.taken_bytes)
-            with threads(calls.threads):
+            with threads(message.threads if isinstance(message, Calls) else 0):
                 before = _settings()
-                reply = self._time(calls) if calls.clock else self._call(calls)
+                reply = self._do(message)
                 for name, value in _settings().items():
                     if value != before[name]:
                         text = f"it changed torch's {name} from {before[name]} to {value}"
@@ -64,26 +114,33 @@ class Caller:
         except BaseException as error:  # also a KeyboardInterrupt: the user's ends the process
             return failure(error)
 
-    def _time(self, calls: Calls) -> Reply:
-        """Time the calls once, hand over their outputs, and time as many passes as the judge asks.
+    def _do(self, message: Message) -> Reply:
+        timed = self._timed
+        if isinstance(message, Calls):
+            self.given.grow(message.given_bytes)
+            self.taken.grow(message.taken_bytes)
+            return self._prepare(message) if message.clock else self._call(message)
+        assert timed is not None
+        if isinstance(message, Start):
+            timed.multiply(message.seed)
+            return Reply(seconds=timed.run(), checksum=timed.checksum())
+        if isinstance(message, Repeat):
+            return Reply(seconds=timed.run(message.passes))
+        timed.hand_over(self.taken.tensor)
+        return Reply()
 
-        The judge is told before and after each of these, and has a clock of its own.
-        """
+    def _prepare(self, calls: Calls) -> Reply:
+        """Copy the inputs of calls to time to their places on the device."""
         on_host = self.given.tensor[: calls.given_bytes]
-        layout = calls.storages, calls.sets
-        if self._timed is None or self._timed.layout != layout:
+        if self._timed is None or self._timed.calls != calls:
             self._timed = None  # frees its memory first
-            kernel = self._kernel(calls)
-            self._timed = _Timed(kernel, on_host, calls, self.device, graph=self.spec.cuda_graphs)
-        timed, outputs = self._timed, calls.outputs(self.taken.tensor)
-        timed.renew(on_host)
-        timed.multiply(int(self.wait(Reply(workspace=timed.workspace))))
-        self.wait(Reply(seconds=timed.run(), checksum=timed.checksum()))
-        timed.hand_over(outputs)
-        passes = int(self.wait(Reply()))
-        return Reply(seconds=timed.run(passes))
+            block = on_host.to(self.device, copy=True)
+            self._timed = _Timed(self._kernel(calls), block, calls, graph=self.spec.cuda_graphs)
+        self._timed.renew(on_host)
+        return Reply(workspace=self._timed.workspace)
 
     def _call(self, calls: Calls) -> Reply:
+        """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
         self._timed = None
         on_host = [self.given.storage(*place) for place in calls.storages]
         on_device = [storage.to(self.device) for storage in on_host]
@@ -93,9 +150,9 @@ class Caller:
         first: list[Tensor] = []
         # As a server would: with its own number of threads, in inference mode.
         with torch.inference_mode() if calls.threads else contextlib.nullcontext():
-            for call, one in enumerate(sets[place] for place in calls.order):
-                with _poisoned(one[0], next(self._poisons)):
-                    o = kernel(*one)
+            for call, inputs in enumerate(sets[place] for place in calls.order):
+                with _poisoned(inputs[0], next(self._poisons)):
+                    o = kernel(*inputs)
                 if o.untyped_storage().data_ptr() in {x.data_ptr() for x in on_device}:
                     return Reply("failed", "its output shares the memory of an input")
                 outputs[call].copy_(o)
@@ -108,7 +165,7 @@ class Caller:
                 host.copy_(device)
         return Reply()
 
-    def _kernel(self, calls: Calls) -> Callable[..., Tensor]:
+    def _kernel(self, calls: Calls) -> Kernel:
         spec = self.race_checked if calls.races else self.spec
         scale = calls.softmax_scale
         if calls.op == "decode":
@@ -130,29 +187,18 @@ class _Timed:
     stopped, so that no call can be left out because nobody looks at its output.
     """
 
-    def __init__(
-        self,
-        kernel: Callable[..., Tensor],
-        on_host: Tensor,
-        calls: Calls,
-        device: str,
-        *,
-        graph: bool,
-    ) -> None:
-        self.layout, self.workspace = (calls.storages, calls.sets), 0
-        self.is_cuda = device == "cuda"
-        self._block = on_host.to(device, copy=True)
-        self._numbers = self._block[: calls.numbers_bytes]
-        unpacked = unpack(split(self._block, calls.storages), calls.sets)
+    def __init__(self, kernel: Kernel, block: Tensor, calls: Calls, *, graph: bool) -> None:
+        self.calls, self.workspace, self._block = calls, 0, block
+        unpacked = calls.tensors(self._block)
         sets = [unpacked[place] for place in calls.order]
         self._dtype = sets[0][0].dtype
         self._outputs: list[Tensor] = []
 
         def one_pass() -> list[Tensor]:
-            return [kernel(*one) for one in sets]
+            return [kernel(*inputs) for inputs in sets]
 
         self._pass: Callable[[], list[Tensor]] = one_pass
-        if self.is_cuda:
+        if block.is_cuda:
             self.workspace = _workspace(lambda: kernel(*sets[0]))
             if graph:
                 self._pass = _graph(one_pass)
@@ -160,7 +206,7 @@ class _Timed:
 
     def renew(self, on_host: Tensor) -> None:
         """Copy new numbers to the inputs; a GPU makes an untimed run before, to raise its clock."""
-        if not self.is_cuda:
+        if not self._block.is_cuda:
             self._block.copy_(on_host)
             return
         on_device = on_host.to("cuda")
@@ -170,12 +216,12 @@ class _Timed:
 
     def multiply(self, seed: int) -> None:
         """Multiply all inputs but lengths by factors that the judge has drawn."""
-        multiply(self._numbers, self._dtype, seed)
+        multiply(self._block[: self.calls.numbers_bytes], self._dtype, seed)
 
     def run(self, passes: int = 1) -> float:
         """Make all calls, `passes` times; return the seconds, and keep the outputs."""
         self._outputs.clear()
-        if not self.is_cuda:
+        if not self._block.is_cuda:
             started = time.perf_counter()
             found = [self._pass() for _ in range(passes)]
             seconds = time.perf_counter() - started
@@ -193,9 +239,9 @@ class _Timed:
         """Return the checksum of the outputs of the last pass."""
         return checksum(self._outputs)
 
-    def hand_over(self, outputs: Sequence[Tensor]) -> None:
+    def hand_over(self, block: Tensor) -> None:
         """Copy the outputs of the last pass to the judge's memory."""
-        for o, output in zip(self._outputs, outputs, strict=True):
+        for o, output in zip(self._outputs, self.calls.outputs(block), strict=True):
             output.copy_(o)
 
 
@@ -247,7 +293,7 @@ def poison_freed_memory(like: Tensor, word: str = POISONS[0]) -> None:
 
 @contextlib.contextmanager
 def _poisoned(like: Tensor, word: str) -> Iterator[None]:
-    """Poison freed memory, and what the CPU emulator allocates meanwhile, with a word."""
+    """Poison freed memory, and memory that the emulator allocates meanwhile, with a word."""
     poison_freed_memory(like, word)
     name = "ATTENTION_EMULATOR_POISON"
     before = os.environ.get(name, "")

@@ -1,4 +1,4 @@
-"""Calls of a backend as data.
+"""Calls of a backend as data: the memory and the messages between the judge and a kernel.
 
 The judge lays out the inputs of some calls in one block of memory, and says in a Calls message what
 to do with them. The outputs come back in a second block. The judge owns both, and keeps the
@@ -7,6 +7,8 @@ originals of the inputs, so nothing that a kernel does to its inputs reaches the
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from attention_kernels.contract import dtype_name
 from attention_kernels.errors import (
     AttentionError,
     KernelError,
@@ -23,19 +26,79 @@ from attention_kernels.errors import (
     UnavailableBackendError,
     UnsupportedError,
 )
-from attention_kernels.judge.blocks import GUARD, View, aligned, bits, multiply, pack, split, unpack
-from attention_kernels.judge.reference import extent
+from attention_kernels.judge.inputs import Case, DecodeCase, Op
+from attention_kernels.judge.truth import extent
 
 NAMES = {"attention": ("q", "k", "v"), "decode": ("q", "k_cache", "v_cache", "seqlens")}
-Op: TypeAlias = Literal["attention", "decode"]
+# Bytes around every storage in a block of inputs, and their value, which is NaN in every dtype.
+GUARD, GUARD_BYTE = 4096, 0xFF
+ALIGNMENT = 256  # of a storage, as of an allocation on a GPU
+MULTIPLIED = 16  # numbers in a row that multiply() gives factors of their own
+LEAST_BYTES = 2**26  # of a block
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # An op's name and, in the emulator, the error that every failed launch begins with.
 _OP = re.compile(
     r"attention_kernels::\w+: (cudaErrorLaunchFailure: unspecified launch failure: (?=.))?"
 )
 
 
-class Calls(msgspec.Struct, frozen=True):
-    """Which calls to make on which inputs."""
+class Block:
+    """A block of memory that grows: shared through a descriptor, or private."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = fd
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def grow(self, size: int) -> None:
+        """Make room for `size` bytes; the contents may be lost.
+
+        A block has LEAST_BYTES or more, so it rarely moves; unwritten pages take no memory.
+        """
+        if len(self.tensor) >= size:
+            return
+        size = max(size, LEAST_BYTES)
+        if self.fd is None:
+            self._mapped = mmap.mmap(-1, size)
+        else:
+            if os.fstat(self.fd).st_size < size:
+                os.ftruncate(self.fd, size)
+            # Map this size, not the whole file: another process can make the file as large as it
+            # likes.
+            self._mapped = mmap.mmap(self.fd, size)
+        self.tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    def storage(self, start: int, size: int) -> Tensor:
+        """Return part of the block as a tensor with a storage of its own."""
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=start)
+
+    def close(self) -> None:
+        """Close the descriptor, if it has one."""
+        if self.fd is not None:
+            os.close(self.fd)
+
+
+class View(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor in a block: the number of its storage, and its place there in elements."""
+
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def bytes(self) -> int:
+        """The size of a contiguous tensor of this shape."""
+        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+
+
+class Calls(msgspec.Struct, frozen=True, tag=True):
+    """A message: make these calls on these inputs, or prepare to time them."""
 
     op: Op
     storages: list[tuple[int, int]]
@@ -47,7 +110,7 @@ class Calls(msgspec.Struct, frozen=True):
     softmax_scale: float | None = None
     is_causal: bool = True
     again: int = 0
-    """How many of the first outputs come back once more as they are after the last call."""
+    """How many of the first outputs are handed over again after the last call."""
     threads: int = 0
     """The number of torch's threads; 0: the default."""
     races: bool = False
@@ -64,7 +127,7 @@ class Calls(msgspec.Struct, frozen=True):
     @property
     def numbers_bytes(self) -> int:
         """The size of the part of the block of inputs before the first integers."""
-        views = (view for one in self.sets for view in one)
+        views = (view for tensors in self.sets for view in tensors)
         integers = (view.storage for view in views if not view.torch_dtype.is_floating_point)
         return min((self.storages[x][0] for x in integers), default=self.given_bytes)
 
@@ -86,13 +149,36 @@ class Calls(msgspec.Struct, frozen=True):
             at += aligned(q.bytes)
         return found
 
+    def tensors(self, block: Tensor) -> list[list[Tensor]]:
+        """Return the tensors of each set in a block of inputs."""
+        return unpack([block[start : start + size] for start, size in self.storages], self.sets)
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """A message: multiply the inputs of timed calls by factors, and make each call once."""
+
+    seed: int
+
+
+class HandOver(msgspec.Struct, frozen=True, tag=True):
+    """A message: copy the outputs of the timed calls to the judge's memory."""
+
+
+class Repeat(msgspec.Struct, frozen=True, tag=True):
+    """A message: make all timed calls several times."""
+
+    passes: int
+
+
+Message: TypeAlias = Calls | Start | HandOver | Repeat
+
 
 class Reply(msgspec.Struct, frozen=True):
     """The answer to a message; tensors are in the blocks."""
 
     status: Literal["done", "refused", "failed", "unavailable", "unknown"] = "done"
     text: str = ""
-    """What went wrong, or what was asked for."""
+    """The cause of a failure, or the requested description."""
     reasons: list[str] = []
     """For a refusal: every reason. For an unknown backend: similar names."""
     seconds: float = 0.0
@@ -112,18 +198,13 @@ class Reply(msgspec.Struct, frozen=True):
             raise CallError(_plain(self.text))
 
 
-def _plain(text: str) -> str:
-    """Replace control characters: on a terminal they could hide that a kernel failed."""
-    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
-
-
 class CallError(AttentionError, RuntimeError):
     """A kernel failed in its own process; the text says how."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What came back from a request."""
+    """The outputs of a request's calls."""
 
     o: list[Tensor]
     """The output of each call, on the CPU."""
@@ -134,13 +215,22 @@ class Outputs:
 
 
 class Request:
-    """Calls and their inputs, of which this is the judge's own copy."""
+    """Calls and the judge's own copy of their inputs."""
 
     def __init__(self, op: Op, sets: Sequence[Sequence[Tensor]], **options: Any) -> None:
         """Lay out sets of tensors on the CPU. options: the other fields of Calls."""
         self.sets = sets
         self.block, storages, views = pack(sets)
         self.calls = Calls(op, storages, views, **{"order": [0], **options})
+
+    @classmethod
+    def of(
+        cls, case: Case | DecodeCase, sets: Sequence[Sequence[Tensor]], **options: Any
+    ) -> Request:
+        """Return a request to call a backend as in a case, on sets of inputs."""
+        if isinstance(case, Case):
+            options["is_causal"] = case.is_causal
+        return cls(case.op, sets, softmax_scale=case.softmax_scale, **options)
 
     def outputs(self, block: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Copy the outputs, and the first of them again, from a block that a kernel can change."""
@@ -152,7 +242,7 @@ class Request:
         """Return the sets as they are when the clock has started; see multiply()."""
         block = self.block.clone()
         multiply(block[: self.calls.numbers_bytes], self.sets[0][0].dtype, seed)
-        return unpack(split(block, self.calls.storages), self.calls.sets)
+        return self.calls.tensors(block)
 
     def fault(self, block: Tensor) -> str:
         """Return which input the calls changed, given the block of inputs after them; else ''."""
@@ -160,18 +250,86 @@ class Request:
         if torch.equal(after, self.block):
             return ""
         names, storages = NAMES[self.calls.op], self.calls.storages
-        blocks = (unpack(split(x, storages), self.calls.sets) for x in (self.block, after))
-        for one, other in zip(*blocks, strict=True):
-            for name, x, y in zip(names, one, other, strict=True):
+        for tensors, others in zip(*map(self.calls.tensors, (self.block, after)), strict=True):
+            for name, x, y in zip(names, tensors, others, strict=True):
                 differs = bits(x) != bits(y)
                 if differs.any():
                     where = f": {extent(differs)}" if differs.dim() == 4 else ""
                     return f"it changed its input {name}{where}"
         byte = int((after != self.block).nonzero()[0])
         near = max(n for n, (start, _) in enumerate(storages) if n == 0 or start - GUARD <= byte)
-        views = (view for one in self.calls.sets for view in zip(names, one, strict=True))
+        views = (view for tensors in self.calls.sets for view in zip(names, tensors, strict=True))
         name = next(name for name, view in views if view.storage == near)
         return f"it wrote outside its input {name}, between rows or around them"
+
+
+def pack(
+    sets: Sequence[Sequence[Tensor]],
+) -> tuple[Tensor, list[tuple[int, int]], list[list[View]]]:
+    """Copy sets of tensors into one block of uint8; return it, its storages and the views.
+
+    Strides and the memory between rows are kept. Tensors that share a storage still do. Integers
+    come last, so that multiply() can leave them out.
+    """
+    contents: dict[int, Tensor] = {}
+    for x in sorted((x for one in sets for x in one), key=lambda x: not x.is_floating_point()):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in contents:
+            contents[storage.data_ptr()] = x.new_empty(0, dtype=torch.uint8).set_(storage)
+    storages, at = [], GUARD
+    for content in contents.values():
+        storages.append((at, content.numel()))
+        at += aligned(content.numel()) + GUARD
+    block = torch.full((at,), GUARD_BYTE, dtype=torch.uint8)
+    for (start, size), content in zip(storages, contents.values(), strict=True):
+        block[start : start + size].copy_(content)
+    numbers = {pointer: number for number, pointer in enumerate(contents)}
+
+    def view(x: Tensor) -> View:
+        storage, offset = numbers[x.untyped_storage().data_ptr()], int(x.storage_offset())
+        return View(storage, dtype_name(x.dtype), tuple(x.shape), tuple(x.stride()), offset)
+
+    return block, storages, [[view(x) for x in one] for one in sets]
+
+
+def unpack(storages: Sequence[Tensor], sets: Sequence[Sequence[View]]) -> list[list[Tensor]]:
+    """Return the tensors of each set, given their storages as tensors of uint8."""
+
+    def tensor(view: View) -> Tensor:
+        whole = storages[view.storage].view(view.torch_dtype)
+        offset = whole.storage_offset() + view.offset
+        return whole.as_strided(view.shape, view.strides, offset)
+
+    return [[*map(tensor, views)] for views in sets]
+
+
+def multiply(block: Tensor, dtype: torch.dtype, seed: int) -> None:
+    """Multiply all numbers in a block by factors from 0.5 to 1 that the seed determines.
+
+    There are MULTIPLIED factors, which take turns. They are exact in every dtype, so a product has
+    the same bits on every device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    factors = torch.randint(128, 257, (MULTIPLIED,), generator=generator) / 256
+    block.view(dtype).view(-1, MULTIPLIED).mul_(factors.to(block.device, dtype))
+
+
+def checksum(outputs: Sequence[Tensor]) -> int:
+    """Return the sum of the outputs' bits, computed on their device.
+
+    A worker that gives it before it has the outputs can no longer choose them.
+    """
+    return int(bits(torch.cat([o.flatten() for o in outputs])).sum(dtype=torch.int64))
+
+
+def aligned(size: int) -> int:
+    """Return a size in bytes, rounded up to ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return a tensor's bits as integers of the same size."""
+    return x.view(_BITS[x.element_size()])
 
 
 def describe_error(error: BaseException) -> str:
@@ -185,3 +343,8 @@ def describe_error(error: BaseException) -> str:
         words = re.sub(r"^attention backend \w+ ", "it ", words)
     kind = "" if isinstance(error, AttentionError) or words != line else f"{type(error).__name__}: "
     return kind + words
+
+
+def _plain(text: str) -> str:
+    """Replace control characters: on a terminal they could hide that a kernel failed."""
+    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 
+Op: TypeAlias = Literal["attention", "decode"]
 Extreme = Literal[
     "tiny", "huge", "alternating", "halves", "one large column", "zero rows", "tiny scores"
 ]
@@ -22,6 +23,8 @@ LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.fl
 @dataclass(frozen=True)
 class Case:
     """One input of attention(); equal cases have equal inputs."""
+
+    op: ClassVar[Op] = "attention"
 
     seqlen: int
     head_dim: int
@@ -72,6 +75,8 @@ class Case:
 class DecodeCase:
     """One input of decode(): a cache whose rows hold sequences of different lengths."""
 
+    op: ClassVar[Op] = "decode"
+
     head_dim: int
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -107,8 +112,7 @@ class DecodeCase:
         """Draw q, k_cache, v_cache and seqlens; the values past a row's length are large."""
         heads = self.num_heads * self.group
         shape = (len(self.lengths), self.max_seqlen, 3, heads, self.head_dim)
-        generator = torch.Generator().manual_seed(self.seed)
-        qkv = of_kind(torch.randn(shape, generator=generator) * self.scale, self.kind, self.scale)
+        qkv = of_kind(_normal(shape, self.seed) * self.scale, self.kind, self.scale)
         q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
         for row, length in zip(qkv, self.lengths, strict=True):
             row[length:] = row[length:].sign() * LARGE[self.dtype]

@@ -77,7 +77,7 @@ def register_ladder(
         except HeaderError as error:
             broken[version.path] = str(error)
     for path, reason in broken.items():
-        add(unavailable(name(path), family, f"{path.stem}.", ("cuda", "cpu"), reason))
+        add(unavailable(name(path), family, reason, ("cuda", "cpu")))
 
 
 def resolve(what: str) -> BackendSpec:

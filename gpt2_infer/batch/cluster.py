@@ -28,7 +28,6 @@ def run_on_ray(
     device: str | None = None,
     workers: int | None = None,
     resume: bool = False,
-    strict: bool = False,
     on_rows: Callable[[int], object] = lambda _: None,
 ) -> list[Entry]:
     """Complete the inputs' prompts into the folder `out` on Ray; return the manifest's entries.
@@ -38,6 +37,8 @@ def run_on_ray(
     many as the cluster has. The other arguments and errors are those of run(). Raises BatchError if
     Ray loses a worker, after the others have finished.
     """
+    if device not in (None, "cuda", "cpu"):
+        raise RequestError(f"device {device}: Ray itself chooses the GPU of each worker")
     try:
         import ray
     except ImportError:
@@ -57,7 +58,7 @@ def run_on_ray(
             raise RequestError(f"a cluster with {available} {kind}s cannot run {count} workers")
         needs = {"num_cpus": int(kind == "CPU"), "num_gpus": int(kind == "GPU")}
         complete = ray.remote(max_retries=0, **needs)(_shard)
-        how = {"device": "cuda" if kind == "GPU" else "cpu", "resume": resume, "strict": strict}
+        how = {"device": "cuda" if kind == "GPU" else "cpu", "resume": resume}
         files = ([Path(path).absolute() for path in inputs], Path(out).absolute(), settings)
         shards = {complete.remote(*files, shard=(i, count), **how): i for i in range(count)}
         while shards:

@@ -33,19 +33,19 @@ def lock(out: Path) -> AbstractContextManager[object]:
         raise RequestError(f"{out} cannot be written: {error.strerror or error}") from error
 
 
-def shard_lock(out: Path, index: int, count: int) -> tuple[FileLock, bool]:
-    """Return the lock of a shard of the locked folder `out`, and whether no other is locked.
+def shard_lock(out: Path, index: int, count: int) -> FileLock:
+    """Return the lock of a shard of the locked folder `out`.
 
     Raises RequestError if another process completes some of the same parts: those of this shard, or
     of one in a different number of shards.
     """
     mine = out / f".shard-{index}-of-{count}"
-    held = [path for path in out.glob(".shard-*") if _is_locked(path)]
-    for path in held:
-        if path == mine or not path.name.endswith(f"-of-{count}"):
+    for path in out.glob(".shard-*"):
+        is_apart = path != mine and path.name.endswith(f"-of-{count}")
+        if not is_apart and _is_locked(path):
             shard = path.name[1:].replace("-", " ")
             raise RequestError(f"another process is completing {shard} of the job in {out}")
-    return FileLock(mine), not held
+    return FileLock(mine)
 
 
 def _is_locked(path: Path) -> bool:

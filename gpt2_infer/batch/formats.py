@@ -6,7 +6,6 @@ import codecs
 import functools
 import io
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,36 +33,24 @@ class InputRow:
     error: str | None = None
 
 
-def file_names(paths: Sequence[Path]) -> list[str]:
-    """Return the files' names, or absolute paths of those with the same name."""
-    names = Counter(path.name for path in paths)
-    return [path.name if names[path.name] == 1 else str(path.absolute()) for path in paths]
-
-
 def read_rows(paths: Sequence[Path]) -> Iterator[InputRow]:
     """Yield the rows of JSON Lines, Parquet and text files; skip empty lines.
 
-    A row that cannot be read carries the reason. A row without an id gets the id FILE:LINE, with
-    FILE from file_names(). Raises RequestError for any other kind of file.
+    A row that cannot be read carries the reason. A row without an id gets the id FILE:LINE. Raises
+    RequestError for any other kind of file.
     """
     index = 0
-    for path, file in zip(paths, file_names(paths), strict=True):
+    for path in paths:
         if path.suffix not in _READERS:
             raise RequestError(f"{path} must end in {', '.join(_READERS)}")
         for number, value in _READERS[path.suffix](path):
-            yield _input_row(index, f"{file}:{number}", value)
+            yield _input_row(index, f"{path.name}:{number}", value)
             index += 1
 
 
 def _input_row(index: int, default: str, value: Fields) -> InputRow:
     if isinstance(value, str):
         return InputRow(index, default, None, value)
-    for name in ("id", "prompt"):
-        if isinstance(value.get(name), bytes):  # text that Parquet does not mark as such
-            try:
-                value = value | {name: value[name].decode("utf-8")}
-            except UnicodeDecodeError:
-                return InputRow(index, default, None, f"its {name} is not UTF-8")
     row_id = default if value.get("id") is None else value["id"]
     if isinstance(row_id, bool) or not isinstance(row_id, int | str):
         return InputRow(index, default, value, "its id is neither a text nor an integer")
@@ -106,21 +93,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:
     try:
         check_regular(path)
         for batch in pa.parquet.ParquetFile(path).iter_batches():
-            try:
-                rows = batch.to_pylist()
-            except ValueError:  # one of the rows has a value that Python cannot hold
-                rows = [_parquet_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
-            for fields in rows:
+            for fields in batch.to_pylist():
                 yield next(numbers), fields
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise RequestError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-def _parquet_row(row: Any) -> Any:
-    try:
-        return row.to_pylist()[0]
-    except ValueError as error:
-        return f"it cannot be read: {error}"
 
 
 def import_pyarrow() -> Any:

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -27,12 +27,11 @@ import torch
 from attention_kernels import ladder
 from gpt2_infer import __version__
 from gpt2_infer.batch import folder, formats
-from gpt2_infer.batch.folder import BatchError
 from gpt2_infer.batch.formats import InputRow
 from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_device
 from gpt2_infer.config import GPT2Config, ProductsName
 from gpt2_infer.engines.continuous import Completion, Continuous
-from gpt2_infer.errors import RequestError, check_integer, check_type
+from gpt2_infer.errors import RequestError, check_integer
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import Request
 from gpt2_infer.sampling import Sampling
@@ -70,10 +69,6 @@ class Settings:
     """Rows per batch; None for 32 on a CPU, and on a GPU what its memory holds, up to 512."""
 
     def __post_init__(self) -> None:
-        check_type("sampling", self.sampling, Sampling)
-        check_type("stop", self.stop, tuple)
-        if self.format not in get_args(Format):
-            raise RequestError(f"format must be jsonl or parquet, not {self.format!r}")
         check_integer("part-rows", self.part_rows, 1)
         if self.batch_size is not None:
             check_integer("batch-size", self.batch_size, 1, LARGEST_BATCH)
@@ -142,19 +137,17 @@ def run(
     device: str | torch.device | None = None,
     shard: tuple[int, int] = (0, 1),
     resume: bool = False,
-    strict: bool = False,
     on_rows: Callable[[int], object] = lambda _: None,
 ) -> list[Entry]:
     """Complete a shard of the inputs' prompts into the folder `out`; return its manifest entries.
 
     shard: I and N, with I from 0 to N - 1; by default the whole job. resume: complete the missing
-    parts of a shard that has some. strict: stop at the first error row. on_rows: called with the
-    number of rows just completed.
+    parts of a shard that has some. on_rows: called with the number of rows just completed.
 
     Raises RequestError for invalid inputs or settings, for two rows with the same id, for a folder
     with other files, for a damaged or different job, for a shard that has parts if not `resume`,
     and if another process completes some of the same parts. Raises UnavailableDeviceError,
-    UnknownBackendError, and BatchError if the job stops.
+    UnknownBackendError, and BatchError if a part cannot be written.
     """
     paths, out, (index, count) = [*map(Path, inputs)], Path(out), shard
     check_integer("the number of shards", count, 1)
@@ -162,9 +155,8 @@ def run(
     device = resolve_device(device)
     with contextlib.ExitStack() as stack:
         with folder.lock(out):
-            lock, is_alone = folder.shard_lock(out, index, count)
-            stack.enter_context(lock)
-            job = _plan(paths, out, settings, device, is_alone)
+            stack.enter_context(folder.shard_lock(out, index, count))
+            job = _plan(paths, out, settings, device)
         numbers = range(index, job.parts, count)
         names = {n: (f"part-{n:05d}.{settings.format}", f"_manifest/{n:05d}.json") for n in numbers}
         parts = {n: _Part(out / file, out / entry) for n, (file, entry) in names.items()}
@@ -174,31 +166,28 @@ def run(
             # The number of threads changes how a CPU rounds products of few rows.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-            _complete(paths, job, missing, device, strict, on_rows)
+            _complete(paths, job, missing, device, on_rows)
         return [folder.read(part.entry, Entry) for part in parts.values()]
 
 
-def _plan(
-    inputs: Sequence[Path], out: Path, settings: Settings, device: torch.device, is_alone: bool
-) -> Asked:
+def _plan(inputs: Sequence[Path], out: Path, settings: Settings, device: torch.device) -> Asked:
     """Return the request, after writing it to _job.json or comparing it with the one there."""
     if settings.format == "parquet":
         formats.import_pyarrow()
     file = out / "_job.json"
-    begun = next(filter(_is_output, out.rglob("*")), None)
-    if begun and not file.exists():
+    known = folder.read(file, Asked) if file.exists() else None
+    visible = (path for path in out.rglob("*") if path.is_file() and path.name[0] != ".")
+    if known is None and (other := next(visible, None)):
         raise RequestError(
-            f"{out} holds {begun.name}, which belongs to no job: name an empty folder"
+            f"{out} holds {other.name}, which belongs to no job: name an empty folder"
         )
-    # A job that has no rows yet, and no other process, can be replaced.
-    known = folder.read(file, Asked) if file.exists() and (begun or not is_alone) else None
     names = (settings.backend, settings.decode_backend)
     backends = ladder.resolve_all(name for name in names if name)
     checkpoint = open_checkpoint(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )
     _request(settings, checkpoint, InputRow(0, "", {"prompt": [0]}))  # rejects bad settings
-    digests = tuple(zip(formats.file_names(inputs), map(folder.digest, inputs), strict=True))
+    digests = tuple((path.name, folder.digest(path)) for path in inputs)
     rows = known.rows if known and known.inputs == digests else _count(inputs)
     batch_size = known.batch_size if known else _batch_size(checkpoint.config, device, rows)
     asked = Asked(
@@ -216,12 +205,8 @@ def _plan(
         (out / "_manifest").mkdir(exist_ok=True)
         folder.write(file, msgspec.json.format(msgspec.json.encode(asked)))
     elif changed := asked.differences(known):
-        raise RequestError(f"the job in {out} differs in {', '.join(changed)}")
+        raise RequestError(f"the job in {out} differs in {', '.join(changed)}: name another folder")
     return asked
-
-
-def _is_output(path: Path) -> bool:
-    return path.is_file() and path.name != "_job.json" and not path.name.startswith(".")
 
 
 def _count(inputs: Sequence[Path]) -> int:
@@ -278,10 +263,9 @@ def _complete(
     job: Asked,
     parts: dict[int, _Part],
     device: torch.device,
-    strict: bool,
     on_rows: Callable[[int], object],
 ) -> None:
-    """Complete and write parts; raises BatchError at an error row if `strict`."""
+    """Complete and write parts."""
     settings = job.settings
     waiting: dict[int, list[InputRow]] = {number: [] for number in parts}
     for row in formats.read_rows(inputs):
@@ -296,8 +280,6 @@ def _complete(
         rows = {row.index: row for part_rows in some.values() for row in part_rows}
         written = {}
         for index, result in _results(settings, engine, rows):
-            if isinstance(result, str) and strict:
-                raise BatchError(f"row {rows[index].id}: {result}")
             written[index] = _output_row(settings, engine, rows[index], result)
             on_rows(1)
         for number, part_rows in some.items():

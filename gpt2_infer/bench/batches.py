@@ -1,10 +1,10 @@
-"""Time many prompts: continuous batching, and transformers in padded and continuous batches."""
+"""Time many prompts: our continuous batching, and transformers in padded batches."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,15 +16,10 @@ from gpt2_infer.bench.record import BatchCell, Row
 from gpt2_infer.bench.study import BatchStudy, Contender, RejectedError, Subject
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.engines.continuous import Continuous
-from gpt2_infer.generation import generate
-from gpt2_infer.model import GPT2
 from gpt2_infer.request import Request
 
 PROMPT_TOKENS = (4, 60)
 BATCHES = 16  # batches per contender, unless there are fewer prompts
-TRANSFORMERS = "transformers, padded"
-CONTINUOUS = "transformers, generate_batch"
-CACHE_SHARE = 0.25  # of the free memory, for the cache of generate_batch
 Texts = dict[int, list[int]]
 """Tokens by the index of their prompt."""
 
@@ -32,13 +27,9 @@ Texts = dict[int, list[int]]
 class Batches(Subject[BatchCell]):
     """Times greedy texts of random prompts by batch size; only the demo model has real weights.
 
-    A sample is the seconds of a whole call; `generation` excludes its set-up.
-    A small batch gets an evenly spaced sample of the prompts; a batch of 1 runs generate() on one
-    prompt after another. Some rows are also completed in another order, to count those that are
-    bit for bit equal.
+    A sample is the seconds of a whole call; `generation` excludes its set-up. A small batch gets an
+    evenly spaced sample of the prompts.
     """
-
-    has_energy = True
 
     def __init__(self, study: BatchStudy) -> None:
         self.study, self.rounds = study, study.rounds
@@ -56,36 +47,26 @@ class Batches(Subject[BatchCell]):
         lengths = sorted(rng.randint(*PROMPT_TOKENS) for _ in range(study.prompts))
         rows = [[rng.randrange(model.config.vocab_size) for _ in range(n)] for n in lengths]
         expected: Texts = {}
-        for batch in study.batch_sizes:
-            row, prompts = self._part(f"batch {batch}", "gpt2-infer", batch, rows)
-            if batch == 1:
-                plain = model.with_attention(None)
-                run = functools.partial(_one_by_one, plain, prompts, study.new_tokens)
-            else:
-                engine = Continuous(model, batch=batch)
-                run = functools.partial(_ours, engine, prompts, study.new_tokens, row, expected)
-            yield Contender(row, run)
-        peers = [(TRANSFORMERS, size, _transformers) for size in study.peer_batch_sizes]
-        peers += [(CONTINUOUS, size, _generate_batch) for size in study.generate_batch_sizes]
-        for name, batch, complete in peers:
-            row, prompts = self._part(f"{name}, {batch}", "transformers", batch, rows)
-            reference = models.reference_of(model)
-            run = functools.partial(complete, reference, prompts, study.new_tokens, row, expected)
-            yield Contender(row, run)
 
-    def _part(
-        self, name: str, program: str, batch: int, rows: Sequence[list[int]]
-    ) -> tuple[Row, Texts]:
-        """Return the row of a batch size and its evenly spaced sample of the prompts."""
-        count = min(len(rows), BATCHES * batch)
-        indices = range(0, len(rows), len(rows) // count)[:count]
-        extra = {"program": program, "batch": batch, "prompts": count}
-        extra["tokens"] = count * self.study.new_tokens
-        prompt_tokens = sum(len(rows[index]) for index in indices)
-        # Of prompts and new tokens, over all decode steps.
-        extra["mean_length"] = round(prompt_tokens / count + self.study.new_tokens / 2, 1)
-        row = Row(contender=name, metric="time", unit="s", extra=extra)
-        return row, {index: rows[index] for index in indices}
+        def contender(
+            name: str, program: str, batch: int, complete: Callable[..., dict[str, float]]
+        ) -> Contender:
+            count = min(len(rows), BATCHES * batch)
+            indices = range(0, len(rows), len(rows) // count)[:count]
+            extra = {"program": program, "batch": batch, "prompts": count}
+            extra["tokens"] = count * study.new_tokens
+            row = Row(contender=name, metric="time", unit="s", extra=extra)
+            prompts = {index: rows[index] for index in indices}
+            return Contender(
+                row, functools.partial(complete, prompts, study.new_tokens, row, expected)
+            )
+
+        for batch in study.batch_sizes:
+            complete = functools.partial(_ours, Continuous(model, batch=batch))
+            yield contender(f"batch {batch}", "gpt2-infer", batch, complete)
+        for batch in study.peer_batch_sizes:
+            complete = functools.partial(_transformers, models.reference_of(model))
+            yield contender(f"transformers, padded, {batch}", "transformers", batch, complete)
 
 
 def _ours(
@@ -105,31 +86,12 @@ def _ours(
         )
         for index, prompt in prompts.items()
     ]
-    first = None
-    if "same_rows" not in row.extra:
-        some = requests[:: max(2, len(requests) // engine.batch)]
-        random.Random(1).shuffle(some)
-        first = dict(engine.run(some))
     done, seconds = models.timed(engine.model.device, lambda: dict(engine.run(requests)))
-    if first is not None:
-        same = sum(done[index] == one for index, one in first.items())
-        row.extra["same_rows"] = same / len(first)
     for index, one in done.items():
         if isinstance(one, str):
             raise RejectedError(one)
         expected.setdefault(index, one.tokens)
     return {"time": seconds, "generation": seconds - engine.set_up_s}
-
-
-def _one_by_one(model: GPT2, prompts: Texts, new_tokens: int) -> dict[str, float]:
-    def run() -> float:
-        call = functools.partial(
-            generate, model, max_new_tokens=new_tokens, mode="kv-cache", ignore_eos=True
-        )
-        return sum(call([prompt]).generation_s for prompt in prompts.values())
-
-    generation_s, seconds = models.timed(model.device, run)
-    return {"time": seconds, "generation": generation_s}
 
 
 def _transformers(
@@ -150,48 +112,6 @@ def _transformers(
             done.update(zip(indices, tokens, strict=True))
 
     _, seconds = models.timed(device, run)
-    _compare(done, row, expected)
-    return {"time": seconds}
-
-
-def _generate_batch(
-    reference: Any, prompts: Texts, new_tokens: int, row: Row, expected: Texts
-) -> dict[str, float]:
-    """Time transformers' continuous batching; its warm-up is not part of the timed rounds.
-
-    Raises RejectedError with one sentence if it cannot run.
-    """
-    from transformers import GenerationConfig
-
-    def run() -> Any:
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-        return reference.generate_batch(
-            inputs=[*prompts.values()],
-            generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False),
-            continuous_batching_config=ContinuousBatchingConfig(
-                max_requests_per_batch=row.extra["batch"], max_memory_percent=CACHE_SHARE
-            ),
-            progress_bar=False,
-            persistent_manager=True,
-        )
-
-    try:
-        found, seconds = models.timed(reference.device, run)
-    except Exception as error:
-        text = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RejectedError(f"generate_batch cannot run here: {text}") from error
-    texts = [one.generated_tokens for one in found.values()]
-    complete = sum(len(text) == new_tokens for text in texts)
-    if complete < len(prompts):
-        errors = {one.error.splitlines()[0] for one in found.values() if one.error}
-        why = f": {min(errors)}" if errors else ""
-        raise RejectedError(f"generate_batch completed {complete} of {len(prompts)} prompts{why}")
-    _compare(dict(zip(prompts, texts, strict=True)), row, expected)
-    return {"time": seconds}
-
-
-def _compare(done: Texts, row: Row, expected: Texts) -> None:
-    """Record the share of texts that equal ours."""
     if ours := [expected[index] == text for index, text in done.items() if index in expected]:
         row.extra["same_rows"] = sum(ours) / len(ours)
+    return {"time": seconds}

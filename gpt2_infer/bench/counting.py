@@ -19,7 +19,6 @@ from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import selection
 from gpt2_infer.bench.record import Row, Shape
 from gpt2_infer.bench.study import Contender, InspectionStudy, Subject
-from gpt2_infer.errors import RequestError
 
 
 class Counting(Subject[Shape]):
@@ -34,13 +33,7 @@ class Counting(Subject[Shape]):
         self.study = study
         self.versions = selection.versions_of(study.family)
         self.compiled = [one for one in self.versions.values() if not one.is_host]
-        head_dims = sorted({d for version in self.compiled for d in version.head_dims})
-        if study.head_dim not in head_dims:
-            raise RequestError(
-                f"no version of {study.family} takes head_dim {study.head_dim}: there are "
-                f"{', '.join(map(str, head_dims))}"
-            )
-        self.cells = [selection.shape_of(study)]
+        self.cells = [study.shape]
         nvcc = compilers.output_of([str(compilers.find_nvcc()), "--version"])
         release = re.search(r"release ([\d.]+)", nvcc)
         self.facts = {"nvcc": release[1] if release else nvcc}
@@ -60,11 +53,10 @@ class Counting(Subject[Shape]):
                 metrics |= found
                 row.samples = [sum(found[name] for name in found if name.endswith("requests"))]
             row.extra["change"] = version.title
-            units = {metric: selection.unit_of(metric) for metric in metrics}
             yield Contender(
                 row,
                 beside=[
-                    Row(contender=name, metric=metric, unit=units[metric], samples=[value])
+                    Row(contender=name, metric=metric, unit="", samples=[value])
                     for metric, value in metrics.items()
                 ],
             )
@@ -80,7 +72,7 @@ def _count(version: VersionHeader, cell: Shape) -> dict[str, float] | str:
 
 
 def resources(rows: Sequence[Resources]) -> dict[str, float]:
-    """Return the resources of a version's kernels; of several kernels, the worst figure."""
+    """Return a version's resources: the worst figures if it has several kernels."""
     if not rows:
         return {}
     return {
@@ -95,7 +87,7 @@ def resources(rows: Sequence[Resources]) -> dict[str, float]:
 def totals(accesses: list[Access]) -> dict[str, float]:
     """Return a version's counts by memory and kind: sums, but the maximum of `ways`.
 
-    Of copies by TMA and products of warpgroups, only kinds that the version has.
+    Copies by TMA and products of warpgroups are counted only if the version has them.
     """
     found: Counter[str] = Counter()
     for memory, numbers in (

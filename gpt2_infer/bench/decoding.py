@@ -1,4 +1,4 @@
-"""Compare our engines with transformers and the gpt-fast recipe on whole texts, in one run."""
+"""Compare our engines with transformers on whole texts, in one run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from gpt2_infer.bench import models
 from gpt2_infer.bench.limits import read_bandwidth
@@ -18,20 +16,12 @@ from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subjec
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
-from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
-TRANSFORMERS = {
-    ("cuda", "kv-cache"): "transformers, static cache, compiled",
-    ("cpu", "kv-cache"): "transformers, dynamic cache",
-    ("cuda", "recompute"): "transformers, no cache",
-    ("cpu", "recompute"): "transformers, no cache",
-}
-RECIPE = "gpt-fast recipe"
-
-Run = Callable[[], tuple[list[list[int]], Mapping[str, Any]]]
-"""Generates the text; returns its tokens and the seconds that it took, by metric."""
+Text = tuple[list[list[int]], Mapping[str, float]]
+"""The tokens of a text, and the seconds that it took, by metric."""
 
 
 class Decoding(Subject[DecodeCell]):
@@ -45,16 +35,14 @@ class Decoding(Subject[DecodeCell]):
     """
 
     warm_up = 0  # contenders() has already run each one twice
-    has_energy = True
 
     def __init__(self, study: DecodeStudy) -> None:
         self.study, self.rounds = study, study.rounds
         self.device = resolve_device(study.device).type
         is_random = DEMO_MODEL not in study.models
-        self._models = models.OneModel(random_weights=is_random, device=self.device)
-        self._peer = TRANSFORMERS[self.device, study.mode]
-        if study.new_tokens == [1]:
-            self._peer = "transformers"
+        self._load = models.loader(random_weights=is_random, device=self.device)
+        cache = "static cache, compiled" if self.device == "cuda" else "dynamic cache"
+        self._peer = f"transformers, {cache if study.mode == 'kv-cache' else 'no cache'}"
         self.facts = {"baseline": self._peer} if study.peers else {}
         self.cells = [
             DecodeCell(name, dtype, batch, study.prompt_tokens, count, study.mode)
@@ -74,42 +62,42 @@ class Decoding(Subject[DecodeCell]):
     def contenders(self, cell: DecodeCell) -> Iterator[Contender]:
         """Generate each contender's text and compare it with the first's."""
         torch.cuda.empty_cache()
-        model = self._models.load(cell.model, cell.dtype)
+        model = self._load(cell.model, dtype=cell.dtype)
         expected = None
-        for name, about, run in self._runs(model, cell):
-            row = Row(contender=name, metric="time", unit="s")
-            row.extra = {**about, "weight_bytes": model.step_bytes}
+        for row, run in self._runs(model, cell):
+            row.extra["weight_bytes"] = model.step_bytes
+            contender = Contender(row)
             try:
-                # Keep the second text: other kernels may run while the first is compiled.
-                text = [run() for _ in range(2)][1][0]
+                run()  # other kernels may run while it is compiled
+                text, _ = run()
             except RequestError as error:
                 row.status, row.reason = "refused", str(error)
-                yield Contender(row)
-                continue
-            expected = expected or text
-            if cell.dtype == "float32":
-                row.extra["same_text"] = text == expected
-            must_repeat = cell.dtype == "float32" or about["program"] == "gpt2-infer"
-            yield Contender(row, functools.partial(_sample, run, text if must_repeat else None))
+            else:
+                expected = expected or text
+                if cell.dtype == "float32":
+                    row.extra["same_text"] = text == expected
+                must_repeat = cell.dtype == "float32" or row.extra["program"] == "gpt2-infer"
+                contender.sample = functools.partial(_sample, run, text if must_repeat else None)
+            yield contender
 
-    def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[str, dict[str, str], Run]]:
-        """Yield the name of each contender, its program and precision, and its run function."""
-        program = {"program": "gpt2-infer"}
-        backends: list[str] | list[None] = self.study.backends or [None]
+    def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[Row, Callable[[], Text]]]:
+        """Yield each contender's row, and the function that generates its text."""
+        backends: list[str | None] = [*self.study.backends] or [None]
         combined = itertools.product(self.study.products, backends, self.study.engines)
-        for products, backend, name in combined:
-            how = {} if products == "ieee-fp32" else {"precision": products}
-            words = ", ".join(filter(None, [backend, name, *how.values()]))
+        for products, backend, engine in combined:
+            precision = {} if products == "ieee-fp32" else {"precision": products}
+            name = ", ".join(filter(None, [backend, engine, *precision.values()]))
+            extra = {"program": "gpt2-infer", **precision}
             ours = model.with_products(products).with_attention(backend)
-            yield words, program | how, _engine(ours, cell, name)
+            row = Row(contender=name, metric="time", unit="s", extra=extra)
+            yield row, functools.partial(_ours, ours, cell, engine)
         if self.study.peers:
-            peer = _transformers_prompt if cell.new_tokens == 1 else _transformers
-            yield self._peer, {"program": "transformers"}, peer(model, cell)
-            if cell.mode == "kv-cache" and cell.new_tokens > 1 and self.device == "cuda":
-                yield RECIPE, {"program": "recipe"}, _recipe(model, cell)
+            extra = {"program": "transformers"}
+            row = Row(contender=self._peer, metric="time", unit="s", extra=extra)
+            yield row, _transformers(model, cell)
 
 
-def _sample(run: Run, expected: list[list[int]] | None) -> Mapping[str, Any]:
+def _sample(run: Callable[[], Text], expected: list[list[int]] | None) -> Mapping[str, float]:
     tokens, figures = run()
     if expected is not None and tokens != expected:
         raise RejectedError("its text changes from run to run")
@@ -121,107 +109,38 @@ def _prompts(model: GPT2, cell: DecodeCell) -> list[list[int]]:
     return [[token % model.config.vocab_size for token in repeated]] * cell.batch
 
 
-def _engine(model: GPT2, cell: DecodeCell, name: EngineName) -> Run:
-    """Return an engine's run: a call of generate()."""
-
-    def run() -> tuple[list[list[int]], dict[str, Any]]:
-        if cell.mode == "recompute":
-            model.release()
-        call = functools.partial(
-            generate,
-            model,
-            _prompts(model, cell),
-            max_new_tokens=cell.new_tokens,
-            mode=cell.mode,
-            ignore_eos=True,
-            engine=name,
-        )
-        found, seconds = models.timed(model.device, call)
-        done = found.whole()
-        if cell.mode == "recompute":
-            return done.tokens, {"time": seconds, "generation": done.generation_s}
-        marks = [*done.marks_s, done.generation_s]
-        return done.tokens, {"time": done.generation_s, "call": seconds, "marks": marks}
-
-    return run
+def _ours(model: GPT2, cell: DecodeCell, engine: EngineName) -> Text:
+    """Generate the text with an engine."""
+    if cell.mode == "recompute":
+        model.release()
+    call = functools.partial(
+        generate,
+        model,
+        _prompts(model, cell),
+        max_new_tokens=cell.new_tokens,
+        mode=cell.mode,
+        ignore_eos=True,
+        engine=engine,
+    )
+    found, seconds = models.timed(model.device, call)
+    done = found.whole()
+    if cell.mode == "recompute":
+        return done.tokens, {"time": seconds, "generation": done.generation_s}
+    return done.tokens, {"time": done.generation_s, "call": seconds}
 
 
-def _whole_calls(model: GPT2, call: Callable[[], Tensor]) -> Run:
-    """Return a peer's run; call() returns its new tokens."""
-
-    def run() -> tuple[list[list[int]], dict[str, float]]:
-        tokens, seconds = models.timed(model.device, lambda: call().tolist())
-        return tokens, {"time": seconds}
-
-    return run
-
-
-def _transformers(model: GPT2, cell: DecodeCell) -> Run:
+def _transformers(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
+    """Return the function that generates the text with transformers."""
     reference = models.reference_of(model)
     ids = torch.tensor(_prompts(model, cell), device=model.device)
     how: dict[str, Any] = {"use_cache": cell.mode == "kv-cache"}
     if how["use_cache"] and model.device.type == "cuda":
         how["cache_implementation"] = "static"  # makes transformers compile, too
 
-    return _whole_calls(
-        model, functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
-    )
+    def run() -> Text:
+        tokens, seconds = models.timed(
+            model.device, lambda: models.generated(reference, ids, cell.new_tokens, **how).tolist()
+        )
+        return tokens, {"time": seconds}
 
-
-def _transformers_prompt(model: GPT2, cell: DecodeCell) -> Run:
-    """Return transformers' forward pass, with the logits of the last position."""
-    reference = models.reference_of(model)
-    ids = torch.tensor(_prompts(model, cell), device=model.device)
-
-    @torch.inference_mode()
-    def forward() -> Tensor:
-        logits: Tensor = reference(ids, logits_to_keep=1).logits
-        return logits.argmax(-1)
-
-    return _whole_calls(model, forward)
-
-
-def _recipe(model: GPT2, cell: DecodeCell) -> Run:
-    """Return gpt-fast's recipe: a static cache, and one compiled step that a CUDA graph replays."""
-    config = model.config
-    capacity = cell.prompt_tokens + cell.new_tokens
-    cache = KVCache.allocate(model, cell.batch, capacity)
-    # Otherwise torch.compile treats the cache as a mutated input and captures no graph.
-    torch._dynamo.mark_static_address(cache.kv)
-    places = torch.arange(capacity, device=model.device)
-
-    def step(token: Tensor, position: Tensor) -> Tensor:
-        mask = (places <= position)[None, None, None]
-        x = F.embedding(token, model.wte.weight) + F.embedding(position, model.wpe.weight)
-        shape = (cell.batch, 1, 3, config.n_head, config.head_dim)
-        for layer, block in enumerate(model.blocks()):
-            weights = block.attn.c_attn
-            qkv = torch.addmm(weights.bias, block.ln_1(x), weights.weight).view(shape)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)
-            cache.kv[layer, 0].index_copy_(2, position, k)
-            cache.kv[layer, 1].index_copy_(2, position, v)
-            k, v = cache.kv[layer].unbind()
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            proj, fc, out = block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
-            x = x + torch.addmm(proj.bias, o.reshape(x.shape), proj.weight)
-            hidden = torch.addmm(fc.bias, block.ln_2(x), fc.weight)
-            x = x + torch.addmm(out.bias, F.gelu(hidden, approximate="tanh"), out.weight)
-        return F.linear(model.ln_f(x), model.wte.weight).argmax(-1)
-
-    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
-    prompt = torch.tensor(_prompts(model, cell), device=model.device)
-    tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device=model.device)
-
-    @torch.inference_mode()
-    def write() -> Tensor:
-        token = model(prompt, cache=cache)[:, 0].argmax(-1)
-        position = torch.tensor([cell.prompt_tokens], device=model.device)
-        tokens[:, 0] = token
-        for index in range(1, cell.new_tokens):
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-            token = compiled(token, position).clone()
-            tokens[:, index] = token
-            position += 1
-        return tokens
-
-    return _whole_calls(model, write)
+    return run

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from attention_kernels import BackendSpec
-from attention_kernels.judge.worker import source_files
+from attention_kernels.judge.plugins import source_files
 from attention_kernels.ladder import compilers
 from gpt2_infer.bench.record import Gpu, Provenance
 
@@ -89,11 +89,6 @@ def token_digest(tokens: list[list[int]]) -> str:
     return hashlib.sha256(repr(tokens).encode()).hexdigest()
 
 
-def gpu_uuid() -> str:
-    """Return the UUID of this process's first GPU, by which the driver's tools know it."""
-    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-
-
 def _gpu() -> Gpu | None:
     if not torch.cuda.is_available():
         return None
@@ -105,7 +100,7 @@ def _gpu() -> Gpu | None:
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda or "",
     }
-    query = [f"--id={gpu_uuid()}", f"--query-gpu={','.join(_NVIDIA_SMI)}"]
+    query = [f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(_NVIDIA_SMI)}"]
     if answer := _run("nvidia-smi", *query, "--format=csv,noheader"):
         values = [value.strip() for value in answer.split(",")]
         facts |= dict(zip(_NVIDIA_SMI, values, strict=True))

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.conformance import Case, DecodeCase
-from attention_kernels.judge.driver import KERNEL_ERRORS
-from attention_kernels.judge.reference import check_precision
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import KERNEL_ERRORS
+from attention_kernels.judge.truth import check_precision
 from attention_kernels.judge.worker import open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, RejectedError, Subject
+from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.diverge import examine
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate
@@ -39,19 +40,21 @@ class Texts(Subject[GenerationCell]):
     def __init__(self, study: GenerationStudy) -> None:
         check_precision()
         self.study, self.rounds = study, study.rounds
-        self.device, specs, baseline = selection.selected(study, cpu_families=("pytorch",))
+        if not (study.backends or study.families) and resolve_device(study.device).type == "cpu":
+            study.families = ["pytorch"]  # others would take hours on a CPU
+        self.device, specs, baseline = selection.select(study)
         lengths = study.max_tokens or LENGTHS[self.device]["max_tokens"]
         combined = itertools.product(study.dtypes, study.batch_sizes, study.modes, lengths)
         cells = [GenerationCell(n, batch, dtype, mode) for dtype, batch, mode, n in combined]
         if "float64" in study.dtypes:
             raise RequestError("text is generated in float32, float16 or bfloat16, not in float64")
         self.cells = sorted(cells, key=lambda cell: cell.dtype)
-        self._models = models.OneModel(
+        self._load = models.loader(
             random_weights=study.random_weights,
             device=self.device,
             attention=BASELINE,  # a placeholder that supports every dtype
         )
-        model = self._models.load(study.model, self.cells[0].dtype)
+        model = self._load(study.model, dtype=self.cells[0].dtype)
         (self.prompt,) = encode_prompts(model.tokenizer, [study.prompt])  # type: ignore[arg-type]
         for length in lengths:
             if not len(self.prompt) < length <= model.config.n_positions:
@@ -68,14 +71,13 @@ class Texts(Subject[GenerationCell]):
             "dtype_of_digest": self.cells[0].dtype,
         }
         kinds = [(cell.dtype, model.config.head_dim, cell.max_tokens) for cell in cells]
-        first, specs = selection.with_baseline(baseline, specs, kinds, self.device)
-        others = [spec for spec in specs if spec.name != first.name]
-        self.specs = [first, *others, _free_attention()]
-        self.facts["baseline"] = first.name
+        self.specs = selection.chosen([baseline, *specs], kinds, self.device)
+        self.specs.append(_free_attention())
+        self.facts["baseline"] = self.specs[0].name
 
     def contenders(self, cell: GenerationCell) -> Iterator[Contender]:
         """Check each backend and compare its text with the first's."""
-        model, expected = self._models.load(self.study.model, cell.dtype), None
+        model, expected = self._load(self.study.model, dtype=cell.dtype), None
         for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
             contender, text = self._ours(model, spec, cell, expected)
             if spec is self.specs[0]:
@@ -88,16 +90,15 @@ class Texts(Subject[GenerationCell]):
         """Check a backend and return it with its text."""
         is_free = spec.name == FREE_ATTENTION
         row = selection.row_of(spec, cell.dtype, "generation", "s", self.sources)
-        row.extra |= {"attention": spec.name} | ({"precision": "none"} if is_free else {})
-        if cell.mode == "kv-cache":
-            row.extra["decode_attention"] = spec.name
+        if is_free:
+            row.extra["precision"] = "none"
         contender, text = Contender(row), None
         try:
             if not is_free:
                 _check(row, model, spec, cell, len(self.prompt))
             if row.status == "ok":
                 call = functools.partial(_write, model, spec, cell, self.prompt)
-                text, contender.beside = _text_and_peak(spec.name, call, model)
+                text = call()
                 is_first = spec is self.specs[0]
                 row.extra["token_digest"] = environment.token_digest(text.tokens)
                 row.extra["text_compared"] = not is_free and (expected is not None or is_first)
@@ -161,31 +162,14 @@ def _sample(
     row: Row, call: Callable[[], Generation], expected: list[list[int]] | None, device: torch.device
 ) -> dict[str, float]:
     """Take one sample; raises RejectedError if the text changes or the kernel raises."""
-    with selection.rejecting(row, device.type):
+    try:
         done, seconds = models.timed(device, call)
+    except KERNEL_ERRORS as error:
+        selection.record_failure(row, error, device.type)
+        raise RejectedError(f"while it was timed: {row.reason}") from error
     if expected is not None and done.tokens != expected:
         raise RejectedError("its text changes from run to run")
-    return {
-        "call": seconds,
-        "warm-up": done.warm_up_s,
-        "prefill": done.prefill_s,
-        "generation": done.generation_s,
-    }
-
-
-def _text_and_peak(
-    name: str, call: Callable[[], Generation], model: GPT2
-) -> tuple[Generation, list[Row]]:
-    """Return a text and the peak device memory while it was generated, weights included."""
-    if model.device.type != "cuda":
-        return call(), []
-    torch.cuda.synchronize(model.device)
-    model.release()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(model.device)
-    text = call()
-    peak = torch.cuda.max_memory_allocated(model.device)
-    return text, [Row(contender=name, metric="peak memory", unit="bytes", samples=[peak])]
+    return {"call": seconds, "generation": done.generation_s}
 
 
 def _free_attention() -> BackendSpec:

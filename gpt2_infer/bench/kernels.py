@@ -11,10 +11,11 @@ import torch
 
 from attention_kernels import BackendSpec
 from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
-from attention_kernels.judge.driver import KERNEL_ERRORS
 from attention_kernels.judge.inputs import Case, DecodeCase
-from attention_kernels.judge.reference import check_precision
-from attention_kernels.judge.worker import Runner, keep_plugins_out, open_runner
+from attention_kernels.judge.plugins import keep_plugins_out
+from attention_kernels.judge.suite import KERNEL_ERRORS
+from attention_kernels.judge.truth import check_precision
+from attention_kernels.judge.worker import Runner, open_runner
 from gpt2_infer.bench import limits, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject
@@ -40,9 +41,9 @@ class Kernels(Subject[KernelCell]):
         if study.decode and study.full:
             raise RequestError("decode has no mask that full could omit")
         self.decode = study.decode
-        self.device, specs, baseline = selection.selected(study, decode=study.decode)
+        self.device, specs, baseline = selection.select(study, decode=study.decode)
         self.cells = study.cells or [
-            KernelCell(n, batch, study.heads, head_dim, dtype, not (study.full or study.decode))
+            KernelCell(n, batch, study.heads, head_dim, not (study.full or study.decode), dtype)
             for dtype, batch, head_dim, n in itertools.product(
                 study.dtypes,
                 study.batch_sizes,
@@ -51,17 +52,17 @@ class Kernels(Subject[KernelCell]):
             )
         ]
         kinds = [(cell.dtype, cell.head_dim, cell.seqlen) for cell in self.cells]
-        first, self.specs = selection.with_baseline(baseline, specs, kinds, self.device)
+        self.specs = selection.chosen([baseline, *specs], kinds, self.device)
         self.rounds = study.rounds
         self._runners: dict[str, Runner] = {}
         self._limits: dict[str, float] = {}
-        self.facts = {"device": self.device, "baseline": first.name}
+        self.facts = {"device": self.device, "baseline": self.specs[0].name}
 
     def limits(self, *, is_recorded: bool) -> dict[str, float]:
         """Measure the GPU's bandwidth and arithmetic; no dtype is faster than float16."""
         if self.device == "cuda":
-            dtypes = {"float16", *(cell.dtype for cell in self.cells if is_recorded)}
-            self._limits = limits.gpu_limits(sorted(dtypes), instructions=is_recorded)
+            dtypes = {"float16", *(cell.dtype for cell in self.cells)}
+            self._limits = limits.gpu_limits(dtypes, instructions=is_recorded)
         return self._limits
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
@@ -77,7 +78,7 @@ class Kernels(Subject[KernelCell]):
                 if row.status == "ok":
                     clock = Clock(runner, numbers, floor_us=self._floor_us(cell))
                     contender.sample = functools.partial(self._sample, row, clock)
-                    contender.recheck = functools.partial(_recheck, contender, clock)
+                    contender.recheck = functools.partial(_recheck, clock)
             except KERNEL_ERRORS as error:
                 self._record(row, error)
             yield contender
@@ -102,7 +103,7 @@ class Kernels(Subject[KernelCell]):
         return max(reading, flops / fastest / 1e6) / FLOOR_MARGIN
 
     def _input_bytes(self, cell: KernelCell) -> int:
-        """Return the size of a set of inputs in bytes, for decode that of the cache."""
+        """Return the bytes of one set of inputs; for decode, those of the cache."""
         return cell.min_bytes // 2 if self.decode else cell.min_bytes * 3 // 4
 
     def _sets(self, cell: KernelCell) -> int:
@@ -132,17 +133,12 @@ class Kernels(Subject[KernelCell]):
             runner.close()
 
 
-def _recheck(contender: Contender, clock: Clock) -> None:
-    """Compare the clocks, and add the memory that a call takes on CUDA."""
+def _recheck(clock: Clock) -> None:
+    """Compare the clocks."""
     try:
         clock.check()
     except RejectedTimeError as error:
         raise RejectedError(str(error)) from error
-    if clock.runner.device == "cuda":
-        name, samples = contender.row.contender, [float(clock.workspace)]
-        contender.beside.append(
-            Row(contender=name, metric="workspace", unit="bytes", samples=samples)
-        )
 
 
 def _decode_cases(cell: KernelCell) -> list[Case | DecodeCase]:

@@ -1,4 +1,4 @@
-"""Measure what a GPU can do at most: its bandwidth, matrix products and multiply-adds."""
+"""Measure a GPU's limits: bandwidth, matrix products and multiply-adds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gpu_limits(dtypes: Iterable[str], *, instructions: bool) -> dict[str, float]
 
     source, target = torch.zeros(2, 2**30, dtype=torch.uint8, device="cuda")
     limits = {"copy_gbps": 2 * 2**30 / seconds(lambda: target.copy_(source)) / 1e9}
-    for dtype in dtypes:
+    for dtype in sorted(dtypes):
         x = torch.randn(8192, 8192, device="cuda").to(getattr(torch, dtype))
         out = torch.empty_like(x)
         work = functools.partial(torch.mm, x, x, out=out)

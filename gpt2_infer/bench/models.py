@@ -1,7 +1,8 @@
-"""What the studies of whole models share: our models, transformers' as a peer, and a clock."""
+"""Our models, transformers' as a peer, and a clock, for the studies of whole models."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,23 +15,9 @@ from gpt2_infer.model import GPT2
 Result = TypeVar("Result")
 
 
-class OneModel:
-    """Keeps one model in memory: the previous one is released before the next is loaded.
-
-    options: those of GPT2.from_pretrained().
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self._options = options
-        self._key: tuple[str, str] | None = None
-        self._model: GPT2 | None = None
-
-    def load(self, name: str, dtype: str) -> GPT2:
-        """Return a model in a dtype; callers must not hold on to the previous one."""
-        if self._model is None or self._key != (name, dtype):
-            self._key, self._model = (name, dtype), None
-            self._model = GPT2.from_pretrained(name, dtype=dtype, **self._options)
-        return self._model
+def loader(**options: Any) -> Callable[..., GPT2]:
+    """Return GPT2.from_pretrained() with these options, which keeps the last model."""
+    return functools.lru_cache(maxsize=1)(functools.partial(GPT2.from_pretrained, **options))
 
 
 def reference_of(model: GPT2) -> Any:

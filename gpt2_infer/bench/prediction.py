@@ -21,7 +21,7 @@ from attention_kernels.inspection.sass.timing import Prediction
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import File, KernelCell, Row, timings_of
-from gpt2_infer.bench.study import Contender, PredictionStudy, StallStudy, Subject
+from gpt2_infer.bench.study import Contender, PredictionStudy, Subject
 from gpt2_infer.errors import RequestError
 
 
@@ -85,15 +85,14 @@ def likely(files: Sequence[File], *, on_tensor_cores: bool) -> Likely | None:
 class Predictions(Subject[KernelCell]):
     """Predicts a ladder; a version that cannot be predicted has a reason."""
 
-    def __init__(self, study: PredictionStudy | StallStudy) -> None:
+    def __init__(self, study: PredictionStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
-        self.lines = isinstance(study, StallStudy)
         versions = selection.versions_of(study.family, may_decode=True)
         self.versions = {name: one for name, one in versions.items() if not one.is_host}
         self.cells = [
-            KernelCell(n, study.batch, study.heads, study.head_dim, dtype, is_causal=not study.full)
+            KernelCell(n, study.batch, study.heads, study.head_dim, not study.full, dtype)
             for dtype in dict.fromkeys(one.dtypes[0] for one in self.versions.values())
-            for n in (study.seqlens if isinstance(study, PredictionStudy) else [study.seqlen])
+            for n in study.seqlens
         ]
         self.facts = {"gpu": card.name}
 
@@ -110,7 +109,7 @@ class Predictions(Subject[KernelCell]):
             [cell for cell in self.cells if cell.dtype == version.dtypes[0]]
             for version in self.versions.values()
         ]
-        predict_one = functools.partial(predict_version, gpu=self.gpu, lines=self.lines)
+        predict_one = functools.partial(predict_version, gpu=self.gpu)
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             found = pool.map(predict_one, self.versions.keys(), self.versions.values(), cells)
             shown = tqdm(found, "predicting", len(self.versions), unit="", disable=None)

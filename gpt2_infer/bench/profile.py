@@ -52,7 +52,7 @@ class Profile(Subject[Shape]):
     def __init__(self, study: ProfileStudy) -> None:
         resolve_device("cuda")
         self.device, self.specs = "cuda", _specs(study.family)
-        self.family, self.cells = study.family, [selection.shape_of(study)]
+        self.family, self.cells = study.family, [study.shape]
         self.counters, missing = known_counters()
         self.facts = {"counters": METRICS, "not_on_this_gpu": missing}
 
@@ -64,7 +64,7 @@ class Profile(Subject[Shape]):
             raise RequestError(f"ncu reported nothing for {', '.join(sorted(unseen))}")
         for op, name in ops.items():
             first, *others = (
-                Row(contender=name, metric=metric, unit=selection.unit_of(metric), samples=[value])
+                Row(contender=name, metric=metric, unit="", samples=[value])
                 for metric, value in combined(launches[op]).items()
             )
             first.extra["kernels"] = len(launches[op])

@@ -48,12 +48,12 @@ class _Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The conditions shared by all contenders that are compared."""
 
 
-class Shape(_Cell, frozen=True, kw_only=True):
+class Shape(_Cell, frozen=True):
     """The shape of one attention() call, without its dtype."""
 
+    seqlen: AtLeastOne
     batch: AtLeastOne = 1
     num_heads: AtLeastOne = 12
-    seqlen: AtLeastOne
     head_dim: AtLeastOne = 64
     is_causal: bool = True
 
@@ -64,15 +64,10 @@ class Shape(_Cell, frozen=True, kw_only=True):
         )
 
 
-class KernelCell(_Cell, frozen=True):
-    """One call of attention() over (batch, seqlen, num_heads, head_dim)."""
+class KernelCell(Shape, frozen=True):
+    """One call of attention() in a dtype."""
 
-    seqlen: AtLeastOne
-    batch: AtLeastOne = 1
-    num_heads: AtLeastOne = 12
-    head_dim: AtLeastOne = 64
     dtype: Dtype = "float32"
-    is_causal: bool = True
 
     def __str__(self) -> str:
         return f"{self.shape}, N={self.seqlen}"
@@ -105,12 +100,7 @@ class GenerationCell(_Cell, frozen=True):
     mode: Literal["recompute", "kv-cache"] = "recompute"
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.max_tokens} tokens"
-
-    @property
-    def shape(self) -> str:
-        """Everything but the length."""
-        return f"{self.mode}, {self.dtype}, batch {self.batch}"
+        return f"{self.mode}, {self.dtype}, batch {self.batch}, {self.max_tokens} tokens"
 
 
 class DecodeCell(_Cell, frozen=True):
@@ -329,7 +319,7 @@ def newest(folder: Path, task: str, device: str = "") -> Path:
 
 
 def check_output(path: Path) -> None:
-    """Raise ResultsError if the file exists, which is never overwritten, or check_writable()'s."""
+    """Raise ResultsError if a file exists, or the errors of check_writable()."""
     check_writable(path)
     if path.exists():
         raise ResultsError(f"{path} exists: name another file, or delete it")

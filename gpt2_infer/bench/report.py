@@ -1,11 +1,10 @@
-"""Make the report on kernels and results: count, predict, and hand the page what it shows."""
+"""Make the report on kernels: count their accesses, predict, and render the page."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
@@ -13,20 +12,16 @@ from tqdm import tqdm
 
 from attention_kernels import UnsupportedError
 from attention_kernels.inspection.accesses import count_accesses
-from attention_kernels.judge.conformance import Report
+from attention_kernels.judge.suite import Report
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench import environment
 from gpt2_infer.bench.prediction import find_gpu, predict_version, stalls_of
-from gpt2_infer.bench.record import File, KernelCell, Row, Shape
+from gpt2_infer.bench.record import KernelCell, Shape
 from gpt2_infer.bench.show import page
 from gpt2_infer.bench.show.page.source import Kernel
-
-NO_PREDICTION = "no prediction committed"
 
 
 def make_page(
     versions: Mapping[str, VersionHeader],
-    files: Sequence[Path],
     shape: Shape,
     *,
     gpu: str | None = None,
@@ -34,63 +29,34 @@ def make_page(
     verdicts: Mapping[str, Report | str] = MappingProxyType({}),
     timeout_s: float = 600.0,
 ) -> str:
-    """Return the HTML page on versions, given by name, and on results files.
+    """Return the HTML page on versions, given by name.
 
-    shape: the shape to run the versions with in the emulator. gpu: the GPU to show predicted times
-    and stalls for, a name in gpus(); None for no predictions. predict: the versions to predict if
-    the results have no stalls of them. verdicts: the judge's reports on versions, or why there is
-    none. If a version's accesses cannot be counted, the reason is shown. Raises ResultsError,
-    RequestError, or BuildError if a version does not compile.
+    shape: the shape to run the versions with in the emulator. predict: the versions whose time and
+    stalls are predicted, for 12 heads and 1,024 tokens. gpu: the GPU to predict for, a name in
+    gpus(); None for no predictions. verdicts: the judge's reports on versions, or why there is
+    none. If a version's accesses cannot be counted, the reason is shown. Raises RequestError, or
+    BuildError if a version does not compile.
     """
     if gpu:
         find_gpu(gpu)  # fail on an unknown name before minutes of counting
-    measured = [page.measured(path) for path in files]
     kernels = _record(versions, shape, timeout_s)
     for kernel in kernels:
         if isinstance(found := verdicts.get(kernel.name), Report):
             kernel.found_wrong = found.failures
     predictions: dict[str, page.Bars | str] = {}
-    if gpu:
-        results = [one.file for one in measured]
-        for kernel in tqdm(kernels, "predicting", unit="", disable=None):
-            makes = kernel.name in predict
-            row = _predicted(kernel, gpu, shape, results, makes=makes)
-            predictions[kernel.name] = page.bars(row, gpu, results) if row else NO_PREDICTION
-            if row:
-                kernel.stalls = stalls_of(row)
-    return page.render(kernels, measured, shape, predictions=predictions, verdicts=verdicts)
-
-
-def _predicted(
-    kernel: Kernel,
-    gpu: str,
-    shape: Shape,
-    files: Sequence[File],
-    *,
-    makes: bool,
-) -> Row | None:
-    """Return a version's prediction for 12 heads and 1,024 tokens, with its stalls if possible.
-
-    makes: whether to predict if the files have no stalls. Returns None if there is no prediction.
-    """
-    card, version = find_gpu(gpu), kernel.version
-    cell = KernelCell(
-        1024, head_dim=kernel.head_dim, dtype=version.dtypes[0], is_causal=shape.is_causal
-    )
-    wanted = kernel.name, cell, environment.version_digest(version.path.read_text("utf-8"))
-    found = [
-        row
-        for kind in ("prediction", "stalls")
-        for file in files
-        if file.study["kind"] == kind and file.study["gpu"] == card.name
-        for row in file.of("predicted time")
-        if (row.contender, row.kernel, row.extra.get("version_digest")) == wanted
-        and (row.reason or "needs_us" in row.extra)  # converted files have only the time
-    ]
-    if makes and not any("stalls" in row.extra for row in found):
-        (row,) = predict_version(kernel.name, version, [cell], gpu=gpu, lines=True)
-        return row
-    return found[-1] if found else None
+    predicted = [kernel for kernel in kernels if gpu and kernel.name in predict]
+    for kernel in tqdm(predicted, "predicting", unit="", disable=None):
+        assert gpu
+        cell = KernelCell(
+            1024,
+            head_dim=kernel.head_dim,
+            dtype=kernel.version.dtypes[0],
+            is_causal=shape.is_causal,
+        )
+        (row,) = predict_version(kernel.name, kernel.version, [cell], gpu=gpu, lines=True)
+        predictions[kernel.name] = page.bars(row, gpu)
+        kernel.stalls = stalls_of(row)
+    return page.render(kernels, shape, predictions=predictions, verdicts=verdicts)
 
 
 def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: float) -> list[Kernel]:

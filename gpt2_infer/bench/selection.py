@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
-from attention_kernels.judge.conformance import Case, DecodeCase, describe_error, judged
-from attention_kernels.judge.driver import KERNEL_ERRORS, run_check
-from attention_kernels.judge.reference import Verdict
+from attention_kernels.judge.calls import describe_error
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import judged, run_check
+from attention_kernels.judge.truth import Verdict
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY, NO_DECODE
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import Check, KernelCell, ResultsError, Row, Shape
-from gpt2_infer.bench.study import BackendStudy, InspectionStudy, ProfileStudy, RejectedError
+from gpt2_infer.bench.study import BackendStudy
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.errors import RequestError
 
@@ -28,84 +28,55 @@ EMULATED_SEQLEN = 64  # maximum length at which an emulated kernel is checked
 EMULATED = "its source runs in the CPU emulator, where a time would mean nothing"
 
 
-def selected(
-    study: BackendStudy,
-    *,
-    cpu_families: tuple[str, ...] = (),
-    emulated: bool = False,
-    decode: bool = False,
-) -> tuple[str, list[BackendSpec], BackendSpec]:
-    """Return a study's device, backends and baseline; see select()."""
-    device = str(resolve_device(study.device))
-    families = study.families
-    if device == "cpu" and not (families or study.backends):
-        families = [*cpu_families]
-    specs = select(
-        study.backends,
-        device,
-        families=families,
-        dtypes=study.dtypes,
-        emulated=emulated,
-        decode=decode,
-    )
-    (baseline,) = select([study.baseline], device, dtypes=study.dtypes, decode=decode)
-    return device, specs, baseline
-
-
 def select(
-    names: Sequence[str],
-    device_type: str,
-    *,
-    families: Sequence[str] = (),
-    dtypes: Sequence[str] = (),
-    emulated: bool = False,
-    decode: bool = False,
-) -> list[BackendSpec]:
-    """Return the named backends and those of the families; without either, all that run here.
+    study: BackendStudy, *, decode: bool = False
+) -> tuple[str, list[BackendSpec], BackendSpec]:
+    """Return a study's device, backends and baseline.
 
-    A name may be the path of a version file, *.cu, that belongs to no ladder. Backends of a family
-    are skipped if they cannot run, support none of the dtypes, only decode (with `decode`, if they
-    do not) or, without `emulated`, run emulated. A line on stderr names each family that has none
-    left, with the reasons. Raises UnknownBackendError, HeaderError, or RequestError for an unknown
-    family, a named backend that cannot be compared for one of these reasons, or when nothing is
-    left.
+    A backend may be the path of a version file, *.cu, that belongs to no ladder. Backends of a
+    family are skipped if they cannot run, support none of the dtypes, only decode (with `decode`,
+    if they do not) or run emulated. A line on stderr names each family that
+    has none left, with the reasons. Raises UnknownBackendError, HeaderError, or RequestError for an
+    unknown family, a named backend that cannot be compared for one of these reasons, or when
+    nothing is left.
     """
-    known = {spec.family for spec in list_backends()}
-    if missing := {*families} - known:
+    device, registered = str(resolve_device(study.device)), list_backends()
+    known = {spec.family for spec in registered}
+    if missing := {*study.families} - known:
         raise RequestError(
             f"no family named {', '.join(sorted(missing))}, only {', '.join(sorted(known))}"
         )
 
     def refusal(spec: BackendSpec) -> str | None:
-        if reason := spec.unavailable_reason(device_type):
+        if reason := spec.unavailable_reason(device):
             return reason
-        if dtypes and not {*dtypes} & {*spec.dtypes}:
-            return f"takes {', '.join(spec.dtypes)}, not {', '.join(dtypes)}"
+        if not {*study.dtypes} & {*spec.dtypes}:
+            return f"takes {', '.join(spec.dtypes)}, not {', '.join(study.dtypes)}"
         if spec.version is not None and (spec.version.role == "decode") != decode:
             return NO_DECODE if decode else DECODES_ONLY
         return None
 
+    *named, baseline = ladder.resolve_all([*study.backends, study.baseline])
+    for spec in (*named, baseline):
+        if reason := refusal(spec):
+            raise RequestError(f"{spec.name} cannot be compared on {device}: {reason}")
     reasons = {
-        spec: EMULATED if not emulated and device_type in spec.emulated_on else refusal(spec)
-        for spec in list_backends()
-        if spec.family in families or not (families or names)
+        spec: EMULATED if device in spec.emulated_on else refusal(spec)
+        for spec in registered
+        if spec.family in study.families or not (study.families or study.backends)
     }
-    specs = [spec for spec, reason in reasons.items() if reason is None]
-    specs += ladder.resolve_all(names)
+    specs = [spec for spec, reason in reasons.items() if reason is None] + named
     left_out = []
-    for family in dict.fromkeys(families):
+    for family in dict.fromkeys(study.families):
         of_it = [reason for spec, reason in reasons.items() if spec.family == family]
         if None not in of_it:
             left_out.append(f"{family} ({'; '.join(dict.fromkeys(filter(None, of_it)))})")
     if left_out:
-        sentence = f"not measured on {device_type}: {', '.join(left_out)}"
+        sentence = f"not measured on {device}: {', '.join(left_out)}"
         if not specs:
             raise RequestError(sentence)
         print(sentence, file=sys.stderr)
-    for spec in specs:
-        if reason := refusal(spec):
-            raise RequestError(f"{spec.name} cannot be compared on {device_type}: {reason}")
-    return list({spec.name: spec for spec in specs}.values())
+    return device, list(dict.fromkeys(specs)), baseline
 
 
 def versions_of(family: str, *, may_decode: bool = False) -> dict[str, VersionHeader]:
@@ -122,51 +93,19 @@ def versions_of(family: str, *, may_decode: bool = False) -> dict[str, VersionHe
     return versions
 
 
-def shape_of(study: ProfileStudy | InspectionStudy) -> Shape:
-    """Return the shape that a ladder study uses."""
-    return Shape(
-        batch=study.batch,
-        num_heads=study.heads,
-        seqlen=study.seqlen,
-        head_dim=study.head_dim,
-        is_causal=not study.full,
-    )
-
-
 def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
     """Return the judge's case of a shape."""
     return Case(**msgspec.structs.asdict(shape) | {"dtype": getattr(torch, dtype)})
 
 
-def unit_of(metric: str) -> str:
-    """Return the unit in which a metric of a profile or an inspection is recorded."""
-    if metric.endswith("_us"):
-        return "us"
-    if metric.endswith("percent"):
-        return "%"
-    return "bytes" if metric.endswith("bytes") else "count"
-
-
-def with_baseline(
-    baseline: BackendSpec,
-    specs: Sequence[BackendSpec],
-    kinds: Sequence[tuple[str, int, int]],
-    device: str,
-) -> tuple[BackendSpec, list[BackendSpec]]:
-    """Return the baseline, and the backends including it.
-
-    Aliases are replaced by the backends they stand for. kinds: the measured dtypes, head_dims and
-    lengths. Raises the exceptions of BackendSpec.chosen().
-    """
-    first = next(iter(_chosen([baseline], kinds, device)), baseline)
-    specs = _chosen(specs, kinds, device)
-    lacks = first.name not in {spec.name for spec in specs}
-    return first, [*[first] * lacks, *specs]
-
-
-def _chosen(
-    specs: Sequence[BackendSpec], kinds: Sequence[tuple[str, int, int]], device: str
+def chosen(
+    specs: Iterable[BackendSpec], kinds: Sequence[tuple[str, int, int]], device: str
 ) -> list[BackendSpec]:
+    """Return the backends, each once, with aliases replaced by the backends they stand for.
+
+    kinds: the measured dtypes, head_dims and lengths. Raises the exceptions of
+    BackendSpec.chosen().
+    """
     found = [
         spec.chosen(getattr(torch, dtype), head_dim, device, length)
         for spec in specs
@@ -217,19 +156,6 @@ def check(row: Row, runner: Runner, cases: Sequence[Case | DecodeCase]) -> None:
         row.status, row.reason = "emulated", EMULATED
 
 
-@contextlib.contextmanager
-def rejecting(row: Row, device: str) -> Iterator[None]:
-    """Turn an exception of the kernel being timed into RejectedError.
-
-    Raises ResultsError if the exception broke the CUDA context.
-    """
-    try:
-        yield
-    except KERNEL_ERRORS as error:
-        record_failure(row, error, device)
-        raise RejectedError(f"while it was timed: {describe_error(error)}") from error
-
-
 def record_failure(row: Row, error: Exception, device: str) -> None:
     """Record a kernel's exception; raises ResultsError if it broke the CUDA context."""
     row.status = "refused" if isinstance(error, UnsupportedError) else "failed"
@@ -253,3 +179,8 @@ def _emulated(case: Case | DecodeCase) -> Case | DecodeCase:
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None  # JSON has no infinity
+
+
+def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:
+    """Return GPT-2's head_dim, 64, if it is supported, else the first that is."""
+    return 64 if 64 in (takes.head_dims or (64,)) else takes.head_dims[0]

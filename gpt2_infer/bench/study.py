@@ -25,6 +25,7 @@ from gpt2_infer.bench.record import (
     KernelCell,
     ResultsError,
     Row,
+    Shape,
     TaskName,
     check_output,
 )
@@ -47,7 +48,6 @@ LENGTHS = {
 MIN_ROUNDS = 2  # one sample has no spread
 Rounds: TypeAlias = Annotated[int, msgspec.Meta(ge=MIN_ROUNDS)]
 Mode: TypeAlias = Literal["recompute", "kv-cache"]
-Figure = TypeVar("Figure")
 Cell = TypeVar("Cell", bound=msgspec.Struct)
 
 
@@ -99,58 +99,35 @@ class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
     """Total tokens, prompt included; empty selects LENGTHS for the device."""
 
 
-class LadderStudy(Study, kw_only=True):
-    """All versions of a ladder in one shape."""
+class ProfileStudy(Study, kw_only=True, tag="profile"):
+    """A ladder under Nsight Compute; needs a GPU and ncu on PATH."""
 
+    subject = "profile.Profile"
+    family: str = "fp32"
+    shape: Shape = Shape(1024)
+
+
+class InspectionStudy(Study, kw_only=True, tag="inspection"):
+    """Compiler and emulator figures for a ladder; needs no GPU."""
+
+    subject = "counting.Counting"
+    family: str = "fp32"
+    shape: Shape = Shape(128, num_heads=1)
+    arch: str = "90"
+
+
+class PredictionStudy(Study, kw_only=True, tag="prediction"):
+    """Predicted times of a ladder on a GPU that need not be present."""
+
+    subject = "prediction.Predictions"
     family: str = "fp32"
     batch: AtLeastOne = 1
     heads: AtLeastOne = 12
     head_dim: AtLeastOne = 64
     full: bool = False
     """Whether to omit the causal mask."""
-
-
-class ProfileStudy(LadderStudy, kw_only=True, tag="profile"):
-    """A ladder under Nsight Compute; needs a GPU and ncu on PATH."""
-
-    subject = "profile.Profile"
-    seqlen: AtLeastOne = 1024
-
-
-class InspectionStudy(LadderStudy, kw_only=True, tag="inspection"):
-    """Compiler and emulator figures for a ladder; needs no GPU."""
-
-    subject = "counting.Counting"
-    heads: AtLeastOne = 1
-    seqlen: AtLeastOne = 128
-    arch: str = "90"
-
-
-class PredictionStudy(LadderStudy, kw_only=True, tag="prediction"):
-    """Predicted times of a ladder on a GPU that need not be present."""
-
-    subject = "prediction.Predictions"
     gpu: str = "h200"
     seqlens: list[AtLeastOne] = msgspec.field(default_factory=lambda: [*LENGTHS["cuda"]["seqlens"]])
-
-
-class StallStudy(LadderStudy, kw_only=True, tag="stalls"):
-    """Predicted stalls of a ladder by source line, on a GPU that need not be present."""
-
-    subject = "prediction.Predictions"
-    gpu: str = "h200"
-    seqlen: AtLeastOne = 1024
-
-
-class InstallStudy(Study, kw_only=True, tag="install"):
-    """Each wheel of this package, from pip install to the first tokens, with empty caches."""
-
-    subject = "builds.Installs"
-    folder: str = "dist"
-    """Folder of the wheels."""
-    options: str
-    """Options of `gpt2-infer`."""
-    rounds: Rounds = 2
 
 
 class DecodeStudy(Study, kw_only=True, tag="decode"):
@@ -174,7 +151,7 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     products: list[ProductsName] = msgspec.field(default_factory=lambda: ["ieee-fp32"])
     """Matrix products, each with every backend and engine."""
     peers: bool = False
-    """Whether transformers and, on CUDA with a cache, the gpt-fast recipe are contenders."""
+    """Whether transformers is a contender."""
     rounds: Rounds = 5
 
 
@@ -192,19 +169,7 @@ class BatchStudy(Study, kw_only=True, tag="batch"):
     new_tokens: AtLeastOne = 64
     peer_batch_sizes: list[AtLeastOne] = []
     """Batch sizes of transformers, whose batches are sorted by length and padded on the left."""
-    generate_batch_sizes: list[AtLeastOne] = []
-    """Batch sizes of transformers' continuous batching, generate_batch(), which needs CUDA."""
     rounds: Rounds = 2
-
-
-class PerplexityStudy(BackendStudy, kw_only=True, tag="perplexity"):
-    """The score of each backend on the bundled model's held-out books."""
-
-    subject = "scores.Scores"
-    products: list[ProductsName] = msgspec.field(default_factory=lambda: ["ieee-fp32"])
-    """Matrix products, each with every backend, in float32."""
-    max_tokens: AtLeastOne = 30000
-    window: AtLeastOne = 1024
 
 
 AnyStudy: TypeAlias = (
@@ -213,11 +178,8 @@ AnyStudy: TypeAlias = (
     | ProfileStudy
     | InspectionStudy
     | PredictionStudy
-    | StallStudy
-    | InstallStudy
     | DecodeStudy
     | BatchStudy
-    | PerplexityStudy
 )
 
 
@@ -246,16 +208,21 @@ class Contender:
     """Something to measure in a cell."""
 
     row: Row
-    sample: Callable[[], Mapping[str, Any]] | None = None
+    sample: Callable[[], Mapping[str, float]] | None = None
     """Takes one sample of each metric; None if the contender is not timed.
 
-    The row's own metric is one of them. The others become further rows; lists go to `extra`.
-    May raise RejectedError.
+    The row's own metric is one of them; the others become further rows. May raise RejectedError.
     """
     recheck: Callable[[], None] | None = None
     """Checks the output again after all samples; may raise RejectedError."""
     beside: list[Row] = field(default_factory=list)
-    """Further rows, whose figures are not sampled."""
+    """Further rows."""
+    taken: list[Mapping[str, float]] = field(default_factory=list)
+    """The samples of the timed rounds."""
+
+    def reject(self, error: RejectedError) -> None:
+        """Record why there are no samples."""
+        self.row.status, self.row.reason = "failed", str(error)
 
 
 class Subject(Generic[Cell]):
@@ -265,8 +232,6 @@ class Subject(Generic[Cell]):
     rounds: int = 1
     warm_up: int = 1
     """Initial rounds whose samples are dropped."""
-    has_energy: bool = False
-    """Whether the energy of a sample is measured, too, after the timed rounds."""
     device: str = "cpu"
     specs: Sequence[BackendSpec] = ()
     """The backends; their kernels are built before anything is measured."""
@@ -289,7 +254,7 @@ class Subject(Generic[Cell]):
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what the study has started."""
+        """Stop the processes that the study has started."""
 
 
 def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
@@ -326,32 +291,32 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], Figure]],
+    contenders: Sequence[Contender],
     *,
     rounds: int,
     warm_up: int = 1,
     on_round: Callable[[int], None] = lambda _: None,
-) -> dict[str, list[Figure] | RejectedError]:
-    """Run all in turn, for `warm_up` rounds and then for `rounds` whose figures are returned.
+) -> None:
+    """Sample all contenders in turn, for `warm_up` rounds and then for `rounds` that count.
 
-    Returns the figures of each run, or the RejectedError that it raised. on_round(index) is called
-    before each round.
+    A rejected contender does not run again. on_round(index) is called before each round.
     """
-    figures: dict[str, list[Figure]] = {name: [] for name in runs}
-    rejected: dict[str, RejectedError] = {}
     for index in range(-warm_up, rounds):
         on_round(index)
-        for name, one in runs.items():
-            if name in rejected:
-                continue
-            try:
-                figure = one()
-            except RejectedError as error:
-                rejected[name] = error
-            else:
-                if index >= 0:
-                    figures[name].append(figure)
-    return {**figures, **rejected}
+        for contender in contenders:
+            if contender.sample and contender.row.status == "ok":
+                try:
+                    figures = contender.sample()
+                except RejectedError as error:
+                    contender.reject(error)
+                else:
+                    if index >= 0:
+                        contender.taken.append(figures)
+    for contender in contenders:
+        contender.sample = None  # release captured graphs before the rechecks
+    for contender in contenders:
+        if contender.taken and contender.row.status == "ok":
+            _note(contender)
 
 
 def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
@@ -366,74 +331,40 @@ def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
 
 
 def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
-    timed: dict[str, Contender] = {}
+    contenders = []
     bar.set_postfix_str("checking")
     for contender in subject.contenders(cell):
-        timed[contender.row.contender] = contender
+        contenders.append(contender)
         bar.set_postfix_str(f"{contender.row.contender}: {contender.row.status}")
-    outcomes = _outcomes(subject, timed, bar)
-    for contender in timed.values():
-        contender.sample = None  # release captured graphs before the rechecks
-    for name, outcome in outcomes.items():
-        _note(timed[name], outcome)
-    rows = [row for contender in timed.values() for row in (contender.row, *contender.beside)]
+    interleave(
+        contenders,
+        rounds=subject.rounds,
+        warm_up=subject.warm_up,
+        on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
+    )
+    rows = [row for contender in contenders for row in (contender.row, *contender.beside)]
     for row in rows:
         row.cell = msgspec.to_builtins(cell)
     return rows
 
 
-def _outcomes(
-    subject: Subject[Any], timed: Mapping[str, Contender], bar: tqdm[Any]
-) -> dict[str, list[Mapping[str, Any]] | RejectedError]:
-    """Take all samples of a cell, and then measure their energy."""
-    samples = {name: one.sample for name, one in timed.items() if one.sample}
-    found = interleave(
-        samples,
-        rounds=subject.rounds,
-        warm_up=subject.warm_up,
-        on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
-    )
-    if subject.has_energy:
-        from gpt2_infer.bench import energy
-
-        bar.set_postfix_str("energy")
-        runs = {
-            name: functools.partial(energy.measure, name, sample, subject.device)
-            for name, sample in samples.items()
-            if isinstance(found[name], list)
-        }
-        for name, rows in interleave(runs, rounds=1, warm_up=0).items():
-            if isinstance(rows, RejectedError):
-                found[name] = rows
-            else:
-                timed[name].beside.extend(rows)
-    return found
-
-
-def _note(contender: Contender, outcome: list[Mapping[str, Any]] | RejectedError) -> None:
-    """Record the samples, or the reason for rejection, in the contender's rows."""
+def _note(contender: Contender) -> None:
+    """Check the contender again, and record its samples."""
     row = contender.row
     try:
-        if isinstance(outcome, RejectedError):
-            raise outcome
         if contender.recheck:
             contender.recheck()
     except RejectedError as error:
-        row.status, row.reason = "failed", str(error)
+        contender.reject(error)
         return
-    for metric in outcome[0]:
-        samples = [_rounded(figures[metric]) for figures in outcome]
+    for metric in contender.taken[0]:
+        samples = [float(f"{figures[metric]:.6g}") for figures in contender.taken]
         if metric == row.metric:
             row.samples = samples
-        elif isinstance(samples[0], list):
-            row.extra[metric] = samples
         else:
-            beside = Row(contender=row.contender, metric=metric, unit=row.unit, samples=samples)
-            contender.beside.append(beside)
-
-
-def _rounded(value: Any) -> Any:
-    return [*map(_rounded, value)] if isinstance(value, list) else float(f"{value:.6g}")
+            contender.beside.append(
+                Row(contender=row.contender, metric=metric, unit=row.unit, samples=samples)
+            )
 
 
 # ---- Resuming ------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from tests.conftest import on_every_device
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
 GOLDEN = FILE.with_name("hopper_products.json")  # SHA-256 of sums, of the GPU too
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
-PRODUCTS = 16
 KINDS = ("normal", "spread", "cancelling", "large sums", "one product", "subnormal")
 
 pytestmark = pytest.mark.skipif(
@@ -67,7 +66,7 @@ def power_of_two(exponents):
     return ((exponents + 127) << 23).int().view(torch.float32)
 
 
-def operands(dtype, name, columns, products=PRODUCTS):
+def operands(dtype, name, columns, products):
     """Return A, B and the initial sums for a kind of numbers, the same on every machine."""
     g = torch.Generator().manual_seed(1)
 
@@ -119,51 +118,28 @@ def multiply(a, b, c, device, transposed, registers):
     return sums
 
 
-@pytest.mark.parametrize("registers", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "columns", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (32, 128))]
-)
+@pytest.mark.parametrize("columns", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
-def test_products_are_right(dtype, columns, transposed, registers):
+def test_products_are_right(dtype, columns):
     a, b, c = operands(dtype, "normal", columns, 1)
-    out = multiply(a, b, c, "cpu", transposed, registers)
     row, column = layout(columns)
     exact = (c.double() + a.double() @ b.double())[:, row, column]
-    assert (out - exact).abs().max() < 2e-5
-
-
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
-def test_sums_are_truncated(dtype):
-    """Adding small products to 1 changes nothing."""
-    a, b = torch.full((1, 64, 64), 2.0**-13), torch.full((1, 64, 32), 2.0**-13)
-    out = multiply(a.to(dtype), b.to(dtype), torch.ones(1, 64, 32), "cpu", False, False)
-    assert bool((out == 1).all())
+    for transposed, registers in itertools.product((False, True), repeat=2):
+        out = multiply(a, b, c, "cpu", transposed, registers)
+        assert (out - exact).abs().max() < 2e-5
 
 
 @on_every_device
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
-def test_a_product_gives_the_committed_bits(dtype, name, device):
-    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    sums = multiply(*operands(dtype, name, 64, 2), device, True, False)
-    digest = hashlib.sha256(sums.numpy().tobytes()).hexdigest()
-    assert digest == json.loads(GOLDEN.read_text("utf-8"))[f"{dtype} {name}"]
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("registers", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
-def test_a_product_gives_the_bits_of_the_hardware(dtype, name, transposed, registers, hopper):
-    for columns in (32, 64, 128):
-        values = operands(dtype, name, columns)
-        twin, hardware = (
-            multiply(*values, device, transposed, registers) for device in ("cpu", hopper)
-        )
-        assert torch.equal(twin.view(torch.int32), hardware.view(torch.int32)), columns
+def test_a_product_gives_the_committed_bits(dtype, name, transposed, registers, device):
+    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    sums = multiply(*operands(dtype, name, 64, 2), device, transposed, registers)
+    digest = hashlib.sha256(sums.numpy().tobytes()).hexdigest()
+    assert digest == json.loads(GOLDEN.read_text("utf-8"))[f"{dtype} {name}"]
 
 
 # Tiles
@@ -263,14 +239,4 @@ COMPARED = CASES[:2]
 @pytest.mark.parametrize(("dtype", "swizzle", "box", "at"), COMPARED)
 def test_the_hardware_loads_the_same_tiles(dtype, swizzle, box, at, hopper):
     twin, hardware = (copy(1, dtype, swizzle, box, at, device)[0] for device in ("cpu", hopper))
-    assert torch.equal(twin.view(torch.int16), hardware.view(torch.int16))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "swizzle", "box", "at"), COMPARED)
-def test_the_hardware_stores_the_same_tiles(dtype, swizzle, box, at, hopper):
-    tile = counting_down(dtype, box)
-    twin, hardware = (
-        copy(2, dtype, swizzle, box, at, device, tile)[1] for device in ("cpu", hopper)
-    )
     assert torch.equal(twin.view(torch.int16), hardware.view(torch.int16))

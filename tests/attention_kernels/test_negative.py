@@ -91,23 +91,13 @@ CONTROLS = {
             1: "never passes: its phase of parity 0 has 0 of 1 arrivals",
             2: "has 1 of 1 arrivals and copies brought 4096 bytes more than it expects",
             3: "has 1 of 1 arrivals and waits for 16 bytes that no copy brings",
-            4: EARLY,
             6: "threads have written .*, without a proxy_fence",
             7: "128 of 256 threads have arrived in named_barrier_sync",
-            8: EARLY,
-            9: EARLY,
-            10: EARLY,
             11: "the tile does not start at a multiple of 1024 bytes",
             12: "the descriptor does not say that the tile has the 128-byte swizzle",
             13: "the sums have been accessed, and no multiply_fence",
-            15: "are not complete: a product of them is in a later group, or in none",
-            16: EARLY,
             17: "the registers of A have been accessed, and no multiply_fence",
             19: "were written before they were complete",
-            20: EARLY,
-            21: EARLY,
-            22: "are not complete: a product of them is in a later group, or in none",
-            23: "are not complete: a product of them is in a later group, or in none",
             24: "are complete, and it does not take them",
             25: r"the thread ends before multiply\(\) at v08_hopper.cu:\d+ is complete",
             26: r"store_tile\(\) .* threads have written .*, without a proxy_fence",
@@ -115,7 +105,6 @@ CONTROLS = {
             28: "the tile was changed before it had been read",
             29: r"the thread ends while store_tile\(\) at v08_hopper.cu:\d+ reads its tile",
             30: "never passes: its phase of parity 1",
-            31: EARLY,
             32: "was initialized without a barrier_init_fence",
             33: "was initialized by another thread, and nothing orders that before",
             34: "never ends: no warp gives up registers",
@@ -124,6 +113,8 @@ CONTROLS = {
             38: "threads have written .*, without a proxy_fence",
             40: "the warps of the warpgroup multiply different operands",
             41: r"race: lane 0 of warp 0 writes .* has read, .*, without a proxy_fence",
+            **dict.fromkeys((4, 8, 9, 10, 16, 20, 21, 31), EARLY),
+            **dict.fromkeys((15, 22, 23), "are not complete: a product of them is in"),
             **dict.fromkeys((5, 14, 18, 36, 39), WRONG),
         },
         only_races=frozenset({33, 38, 41}),
@@ -134,14 +125,16 @@ CONTROLS = {
         1e-3,
         {
             1: "race: |has all of its 1 arrivals|is still (written|read) by",
+            # The thread that reports is of the block that is stuck, a consumer or the producer.
             2: "copies brought 4096 bytes more than it expects|is still (written|read) by|race: "
-            "|never passes: its phase of parity . has 4 of 8 arrivals",
+            "|never passes: its phase of parity . has [04] of 8 arrivals",
             3: "the mask 7 is not of blocks of a cluster of 2",
             4: r"waits for 4096 bytes that no copy brings.*block \(1, 0, 0\)",
             5: "the mask 0 is not of blocks of a cluster of 2",
-            6: r"race: |the destination is still written by load_tile_to_blocks\(\)",
+            # Without the check for races, a copy may have landed before the other one begins.
+            6: rf"race: |{WRONG}|the destination is still written by load_tile_to_blocks\(\)",
             7: EARLY_COPY,
-            8: "never passes: its phase of parity 1 has 0 of 1 arrivals",
+            8: "never passes: its phase of parity (1 has 0 of 1|0 has 4 of 8) arrivals",
             9: NOT_RUNNING,
             10: "has not been initialized",
             11: "was initialized without a barrier_init_fence",
@@ -164,6 +157,7 @@ CONTROLS = {
             6: "did not end in 2 s",
             7: WRONG,
         },
+        only_races=frozenset({2}),  # or chance: whether the other block has begun
         may_pass=frozenset({7}),  # the other cluster may be ahead
     ),
 }
@@ -171,6 +165,8 @@ CONTROLS = {
 
 def faults() -> Iterator[tuple[str, int, str]]:
     for name, control in CONTROLS.items():
+        for order in ("", "reverse", "shuffle:1", "shuffle:2"):
+            yield name, 0, order
         for fault in control.messages:
             for order in control.orders:
                 yield name, fault, order
@@ -181,16 +177,8 @@ def build(request):
     return request.param
 
 
-@pytest.mark.parametrize("order", ["", "reverse", "shuffle:1", "shuffle:2"])
-@pytest.mark.parametrize("name", CONTROLS)
-def test_a_kernel_without_a_fault_is_right(name, order, build, monkeypatch):
-    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
-    op = faulty_op(NEGATIVE / f"{name}.cu", build)
-    assert CONTROLS[name].run(op, "cpu", 0) == ""
-
-
 @pytest.mark.parametrize(("name", "fault", "order"), [*faults()])
-def test_a_fault_is_reported_or_changes_the_output(name, fault, order, build, monkeypatch):
+def test_only_a_fault_is_reported_or_changes_the_output(name, fault, order, build, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
     if name == "v10_words":  # one of its faults is an endless loop
         monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "2")
@@ -198,10 +186,9 @@ def test_a_fault_is_reported_or_changes_the_output(name, fault, order, build, mo
     message = control.run(faulty_op(NEGATIVE / f"{name}.cu", build), "cpu", fault)
     if not build and fault in control.only_races:
         return
-    assert re.search(control.messages[fault], message) or (
-        fault in control.may_pass and not message
-    ), message
-    if name == "v08_hopper" and message != WRONG:
+    expected = control.messages.get(fault, "^$")
+    assert re.search(expected, message) or (fault in control.may_pass and not message), message
+    if name == "v08_hopper" and message not in ("", WRONG):
         assert re.search(PLACE, message), message
 
 

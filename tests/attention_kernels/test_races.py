@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from attention_kernels import KernelError, get_backend, ladder
-from attention_kernels.judge.conformance import race_checks, verify
-from attention_kernels.judge.driver import run_check
+from attention_kernels.judge.suite import race_checks, run_check, verify
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.backends.common import EMULATED, NEWEST

@@ -153,15 +153,6 @@ def test_a_twin_gives_the_bits_of_the_hardware(kind, name):
     assert torch.equal(twin.view(torch.int32), hardware.view(torch.int32))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [LOAD, LOAD_TRANSPOSED])
-def test_the_hardware_loads_the_same_matrices(kind):
-    a = torch.randint(-(2**31), 2**31, (100, 32, 4), dtype=torch.int32)
-    b, sums = torch.zeros(100, 32, 2, dtype=torch.int32), torch.zeros(100, 32, 4)
-    twin, hardware = (run(kind, a, b, sums, device) for device in ("cpu", "cuda"))
-    assert torch.equal(twin.view(torch.int32), hardware.view(torch.int32))
-
-
 # WMMA's fragments
 
 
@@ -199,16 +190,6 @@ def test_products_in_every_layout(probe, m, n, k, dtype, arch, monkeypatch):
         # Half rounds a float sum once; float has 16 exact products and 16 rounded sums.
         torch.testing.assert_close(out, expected, rtol=torch.finfo(dtype).eps, atol=4e-6)
         assert not d[:, lines.shape[1] :].any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-def test_a_fragment_can_reveal_the_rows_of_its_elements(probe, arch, monkeypatch):
-    monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
-    rows = torch.arange(16.0)[:, None].expand(16, 16).contiguous()
-    scales, c, d = torch.randn(16), torch.randn(16, 16), torch.zeros(16, 16)
-    assert probe("run_scale_rows", rows, scales, c, d) == ""
-    assert torch.equal(d, scales[:, None] * c)
 
 
 @pytest.mark.parametrize(("arch", "alike"), [("75", False), ("80", True), ("90", True)])

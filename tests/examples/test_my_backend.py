@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import ladder
-from attention_kernels.judge.conformance import Case, DecodeCase, run_case
+from attention_kernels.judge.suite import Case, DecodeCase, run_case
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, generate
 from gpt2_infer.bench.record import read

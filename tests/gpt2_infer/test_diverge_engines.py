@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpt2_infer import GPT2, RequestError
+from gpt2_infer import GPT2
 from gpt2_infer import diverge as module
 from gpt2_infer.diverge import diverge
 from gpt2_infer.engines import base, fused, make_engine
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.fused import Fused, StepShape
 from gpt2_infer.engines.recompute import Forward, Recompute
-from tests.conftest import rewrite
-from tests.gpt2_infer.cli.program import run, unless
+from tests.gpt2_infer.cli.program import run
 from tests.gpt2_infer.engines.common import random_model
 from tests.gpt2_infer.engines.test_fused import CONFIG, HEAD_BLOCKS
 
@@ -66,44 +64,23 @@ def compare(model, **options):
 
 
 @pytest.mark.parametrize(
-    ("path", "changed"),
+    "path",
     [
-        ("h.2.mlp.c_proj.bias", slice(None, None, 3)),
-        ("h.2.attn.c_attn.bias", slice(None, None, 3)),
-        ("h.4.attn.c_attn.bias", slice(2 * 256, None)),
-        ("h.5.mlp.c_proj.bias", slice(None, None, 3)),
-        ("ln_f.bias", slice(None, None, 3)),
+        "h.2.mlp.c_proj.bias",
+        "h.2.attn.c_attn.bias",
+        "h.4.attn.c_attn.bias",
+        "h.5.mlp.c_proj.bias",
+        "ln_f.bias",
     ],
 )
-def test_the_step_of_a_wrong_weight_is_named(demo, break_second, path, changed):
-    break_second(lambda model: model.get_parameter(path)[changed].add_(0.1))
+def test_the_step_of_a_wrong_weight_is_named(demo, break_second, path):
+    break_second(lambda model: model.get_parameter(path)[::3].add_(0.1))
     result = compare(demo)
     assert result.position == len(PROMPT) + 3
     assert result.b.logits_error > result.b.logits_budget
     assert "its logits exceed their budget" in result.b.faults
-    assert result.verdict == "bug in B"
     assert not result.a.faults
-    assert result.a.margin > 0
-    assert "bug in B: eager" in str(result)
-
-
-def test_a_wrong_token_does_not_affect_later_steps(demo, break_second):
-    """One step with other weights: the steps after it are right, as both are fed one token."""
-
-    class BrokenOnce(BrokenLater):
-        def step(self, index: int) -> None:
-            right = self.model
-            super().step(index)
-            self.model = right
-
-        def accept(self, logits):
-            super().accept(-logits if self.model is self.other else logits)
-
-    break_second(lambda model: None, BrokenOnce)
-    BrokenOnce.since = 5
-    result = compare(demo)
-    assert (result.step, result.position) == (5, len(PROMPT) + 5)
-    assert result.a.token != result.b.token
+    assert str(result).endswith("\nbug in B: eager")
 
 
 def test_a_bug_after_a_tie_is_found(demo, break_second, monkeypatch):
@@ -141,21 +118,17 @@ def test_a_token_that_is_not_the_most_likely_is_a_fault(demo, break_second):
     assert result.verdict == "bug in B"
 
 
-def test_logits_that_are_not_finite_are_a_bug_and_the_json_stays_json(demo, break_second):
+def test_logits_that_are_not_finite_are_a_bug(demo, break_second):
     break_second(lambda model: model.ln_f.bias.fill_(math.nan))
     result = compare(demo)
-    assert result.b.logits_error == math.inf
     assert result.b.faults[0] == "its logits are not finite"
-    value = json.loads(json.dumps(result.to_json()), parse_constant=pytest.fail)
-    assert value["b"]["logits_error"] is None
-    assert value["verdict"] == "bug in B"
+    assert result.verdict == "bug in B"
 
 
 @pytest.mark.parametrize("mode", ["kv-cache", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_engine_is_equal_to_itself(dtype, mode):
-    model = GPT2.from_pretrained("demo", device="cpu", dtype=dtype)
-    result = compare(model, mode=mode)
+    result = compare(GPT2.from_pretrained("demo", device="cpu", dtype=dtype), mode=mode)
     assert (result.verdict, result.step) == ("equal", None)
     assert result.a == result.b
     assert 0 < result.a.logits_error < result.a.logits_budget
@@ -169,44 +142,48 @@ def test_the_reference_of_a_model_that_upcasts_is_float64(save_checkpoint):
     assert 0 < result.a.logits_budget < 1e-3
 
 
+@pytest.fixture
+def small_models(monkeypatch):
+    """Let the CPU run the fused engines of a small model."""
+
+    def shape_on(model, batch):
+        return StepShape(model.config, torch.float32, batch, HEAD_BLOCKS, 227 * 1024)
+
+    monkeypatch.setattr(fused, "shape_on", shape_on)
+    monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
+
+
+class EmulatedFused(Fused):
+    def prepare_decode(self):
+        right, self.model = self.model, self.other
+        super().prepare_decode()
+        self.model = right
+
+
+class EmulatedRecompute(Recompute):
+    def warm_up(self):
+        self.forward = Forward(self.other)
+        super().warm_up()
+
+
+@pytest.mark.usefixtures("small_models")
 @pytest.mark.parametrize(
-    "path",
-    ["h.1.attn.c_attn.bias"]
-    + [pytest.param(path, marks=pytest.mark.slow) for path in (None, "ln_f.bias")],
+    ("engine", "mode", "path"),
+    [
+        (EmulatedFused, "kv-cache", "h.1.attn.c_attn.bias"),
+        pytest.param(EmulatedFused, "kv-cache", None, marks=pytest.mark.slow),
+        (EmulatedRecompute, "recompute", "ln_f.bias"),
+        (EmulatedRecompute, "recompute", None),
+    ],
 )
-def test_the_logits_of_a_fused_step_are_compared(path, monkeypatch, break_second):
-    class EmulatedFused(Fused):
-        def prepare_decode(self):
-            right, self.model = self.model, self.other
-            super().prepare_decode()
-            self.model = right
+def test_the_logits_of_a_fused_engine_are_compared(engine, mode, path, break_second):
+    def change(model):
+        if path:
+            model.get_parameter(path)[::3].add_(0.1)
 
+    break_second(change, engine, "fused")
     model = random_model(CONFIG)
-    shape = StepShape(model.config, torch.float32, 1, HEAD_BLOCKS, 227 * 1024)
-    monkeypatch.setattr(fused, "shape_on", lambda *_: shape)
-    monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
-    break_second(
-        lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedFused, "fused"
-    )
-    result = diverge(model, "eager", "eager", [1, 2, 3], max_new_tokens=3, mode="kv-cache")
-    assert result.passed == (path is None)
-    if path:
-        assert result.position == 3 + 1
-
-
-@pytest.mark.parametrize("path", [None, "ln_f.bias"])
-def test_the_logits_of_a_fused_pass_are_compared(path, monkeypatch, break_second):
-    class EmulatedRecompute(Recompute):
-        def warm_up(self):
-            self.forward = Forward(self.other)
-            super().warm_up()
-
-    monkeypatch.setattr(base, "capture", lambda body, **_: SimpleNamespace(replay=body))
-    break_second(
-        lambda model: path and model.get_parameter(path)[::3].add_(0.1), EmulatedRecompute, "fused"
-    )
-    model = random_model(CONFIG)
-    result = diverge(model, "eager", "eager", [1, 2, 3], max_new_tokens=3, mode="recompute")
+    result = diverge(model, "eager", "eager", [1, 2, 3], max_new_tokens=3, mode=mode)
     assert result.passed == (path is None), str(result)
 
 
@@ -229,31 +206,7 @@ def test_engines_on_a_gpu_differ_by_rounding_alone(engine, mode, dtype):
     assert result.passed, str(result)
 
 
-def test_without_a_budget_there_is_no_verdict(save_checkpoint):
-    folder, _ = save_checkpoint()
-    rewrite(folder, lambda tensors: {name: x * math.nan for name, x in tensors.items()})
-    with pytest.raises(RequestError, match="only zeros in the logits"):
-        compare(GPT2.from_pretrained(str(folder), device="cpu"))
-
-
 def test_the_command(capsys):
     status, out, err = run(capsys, "diverge", "eager", "eager", "--kv-cache", *DEMO)
     assert (status, err) == (0, "")
     assert out.splitlines()[-1] == "equal"
-    status, out, _ = run(capsys, "diverge", "eager", "eager", "--json", *DEMO)
-    assert status == 0
-    assert json.loads(out)["mode"] == "recompute"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["eager", "NAIVE_PYTORCH"], "eager is an engine: diverge compares two of a kind"),
-        (["eager", "graph"], "the graph engine does not support this: it needs a CUDA device"),
-        (["eager", "eager", "--max-new-tokens", "2000"], "this model has 1024"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(arguments, words, capsys):
-    status, out, err = run(capsys, "diverge", *unless(arguments, DEMO), *arguments)
-    assert (status, out) == (2, "")
-    assert words in err

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from attention_kernels import get_backend, ladder, list_backends
-from gpt2_infer import GPT2, generate
+from attention_kernels import get_backend, list_backends
+from gpt2_infer import GPT2
 from gpt2_infer.cli.options import Dtype
 from gpt2_infer.diverge import diverge
 from tests.conftest import usable
@@ -59,19 +59,3 @@ def test_greedy_text_on_the_cpu_is_plain_pytorchs(name, save_checkpoint):
     dtype = next(dtype for dtype in DTYPES if dtype in get_backend(name).dtypes)
     model = GPT2.from_pretrained(str(folder), device="cpu", dtype=dtype)
     check_text(model, name, "Once upon", new_tokens=4)
-
-
-@pytest.mark.slow
-def test_a_batch_and_a_cache_through_the_ladder(demo):
-    name, decodes = "CUSTOM_CUDA_VERSION_12", [*ladder.versions("decode")][-1]
-    usable(name, "cpu")
-    plain = demo.with_attention("NAIVE_PYTORCH")
-    prompts = ["Once upon a time", "The", '"Come here," said the old man']
-    for mode in ("recompute", "kv-cache"):
-        got, expected = (
-            generate(m, prompts, max_new_tokens=3, mode=mode, ignore_eos=True)
-            for m in (plain.with_attention(name, decodes), plain)
-        )
-        assert got.attention == name
-        assert got.tokens == expected.tokens
-    assert got.decode_attention == decodes

@@ -34,24 +34,6 @@ def test_every_way_to_multiply_is_the_same_product(
     torch.testing.assert_close(layer.add_to(residual, x).double(), added, rtol=0, atol=2e-6)
 
 
-def test_three_products_follow_the_weights():
-    torch.manual_seed(0)
-    layer = Linear(64, 64).requires_grad_(False)
-    layer.products = "3xfp16"
-    x, residual = torch.randn(5, 64), torch.randn(5, 64)
-    for _ in range(2):
-        for parameter in layer.parameters():
-            parameter.normal_()
-        layer.release()
-        expected = x.double() @ layer.weight.double() + layer.bias.double()
-        wanted = residual.double() + expected
-        torch.testing.assert_close(layer(x).double(), expected, rtol=0, atol=2e-5)
-        added = layer.add_to(residual.clone(), x)
-        torch.testing.assert_close(added.double(), wanted, rtol=0, atol=2e-5)
-        assert torch.equal(layer(x), layer.product()(x))
-    assert torch.equal(layer(x[:1]), torch.mm(x[:1], layer.weight) + layer.bias)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 9, 17])

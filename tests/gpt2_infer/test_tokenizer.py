@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import tokenizers
 from tokenizers import models, normalizers
@@ -13,28 +10,12 @@ from gpt2_infer.request import encode_prompts
 from gpt2_infer.tokenizer import Tokenizer
 
 DEMO = Tokenizer.load(open_checkpoint("demo").folder)
-GPT2 = Tokenizer.load(open_checkpoint("gpt2", random_weights=True).folder)
-
-
-def test_gpt2s_own_ids():
-    ids = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    assert GPT2.encode("Hello, I'm a language model,") == ids
-    assert GPT2.encode("<|endoftext|>") == [50256]
-    assert GPT2.end_of_text == 50256
-    assert DEMO.end_of_text == 8191
-
-
-def test_a_folder_without_a_vocabulary_is_refused(tmp_path):
-    config = open_checkpoint("demo").folder / "config.json"
-    (tmp_path / "config.json").write_bytes(config.read_bytes())
-    with pytest.raises(WeightsError, match=r"holds no tokenizer: none of tokenizer\.json"):
-        Tokenizer.load(tmp_path)
 
 
 CONFIG = {"config.json": '{"model_type": "gpt2"}'}
-CLASS = "tokenizer_config.json"
+NAMED = {"tokenizer_config.json": '{"tokenizer_class": "BertTokenizer"}'}
+WRONG = {"tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}'}
 BERTS = {"vocab.txt": "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nworld\n##s\n\u4f60\n\u597d\n"}
-CHINESE = {"vocab.txt": "[UNK]\n\u4f60\n\u597d\n"}  # cannot read "a plain text", either
 
 
 def write(folder, files) -> None:
@@ -43,7 +24,7 @@ def write(folder, files) -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIG, {"config.json": "{}"}, {}])
-@pytest.mark.parametrize("named", [{}, {CLASS: '{"tokenizer_class": "BertTokenizer"}'}])
+@pytest.mark.parametrize("named", [{}, NAMED])
 def test_a_vocabulary_of_berts_is_read_as_one(named, config, tmp_path):
     """As in GPT2-Chinese's folders, which need not name the class."""
     write(tmp_path, BERTS | named | config)
@@ -51,23 +32,21 @@ def test_a_vocabulary_of_berts_is_read_as_one(named, config, tmp_path):
     assert tokenizer.encode("hello worlds \u4f60") == [5, 6, 7, 8]
     assert tokenizer.continuation([5], [6, 7]) == " worlds"
     assert tokenizer.end_of_text is None
-    (tmp_path / "chinese").mkdir()
-    write(tmp_path / "chinese", CHINESE | named | config)
-    assert Tokenizer.load(tmp_path / "chinese").encode("\u4f60\u597d") == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (BERTS | {CLASS: '{"tokenizer_class": "GPT2Tokenizer"}'}, "as a GPT2Tokenizer it encodes"),
+        (BERTS | WRONG, "as a GPT2Tokenizer it encodes"),
         ({"spiece.model": "x"}, "as a GPT2Tokenizer it encodes no text: .* name its own class"),
         ({"vocab.txt": "[UNK]\n"}, "as a BertTokenizer it encodes no text"),
         ({"vocab.json": "{}", "merges.txt": "#version: 0.2\n"}, "encodes no text"),
+        ({}, r"none of tokenizer\.json"),
     ],
 )
 def test_a_tokenizer_that_encodes_nothing_is_refused(files, words, tmp_path):
     write(tmp_path, CONFIG | files)
-    with pytest.raises(WeightsError, match=f"holds no readable tokenizer: .*{words}"):
+    with pytest.raises(WeightsError, match=f"holds no (readable )?tokenizer: .*{words}"):
         Tokenizer.load(tmp_path)
 
 
@@ -149,16 +128,3 @@ def test_other_tokenizers_are_left_to_transformers(change, tmp_path):
     ours = Tokenizer.load(tmp_path)
     assert type(ours) is not Tokenizer
     assert_like(ours, theirs(tmp_path))
-
-
-@pytest.mark.slow
-def test_the_bundled_model_runs_without_transformers():
-    """Importing transformers takes longer than the rest of a short run."""
-    code = """
-import sys
-from gpt2_infer import GPT2, generate
-model = GPT2.from_pretrained("demo", device="cpu")
-assert generate(model, "Once", max_new_tokens=2).texts[0]
-assert "transformers" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

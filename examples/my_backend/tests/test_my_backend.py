@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from attention_kernels import UnsupportedError, get_backend, list_backends
-from attention_kernels.judge.conformance import Case, DecodeCase, run_case
-from attention_kernels.registry import preferred_device
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import run_case
+from attention_kernels.registry import device_for
 
 NAMES = [spec.name for spec in list_backends() if spec.family == "my-backend"]
 
@@ -24,7 +25,7 @@ def test_the_package_is_installed() -> None:
 def test_it_is_right(name: str) -> None:
     """It is as near to float64 as plain PyTorch: on a GPU, or emulated on the CPU."""
     spec = get_backend(name)
-    device = preferred_device(spec)
+    device = device_for(spec)
     decodes = spec.has_decode(device)
     for dtype, head_dim in product(spec.dtypes, spec.head_dims or (64,)):
         of = getattr(torch, dtype)

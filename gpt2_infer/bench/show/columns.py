@@ -46,11 +46,6 @@ def of(find: Callable[[File, Row], Row | None], value: Callable[[Row, Entry], Va
     return got
 
 
-def beside(metric: str, unit: float = 1) -> Getter:
-    """Return the median of another metric for the same contender and cell."""
-    return of(lambda file, row: file.beside(row, metric), lambda row, _: row.median / unit)
-
-
 def metric(name: str, unit: float = 1) -> Getter:
     """Return the value of a metric of the line, in units of `unit`."""
 
@@ -90,11 +85,3 @@ DECODED = (Column("model", cell("model")), DTYPE, Column("batch", cell("batch"))
 PRECISION = Column("precision", extra("precision"))
 RATE = Column("tokens/s", of(steps_of, per_second), "{:,.0f}")
 CALL_RATE = Column("tokens/s, whole calls", of(calls_of, per_second), "{:,.0f}")
-ENERGY = Column(
-    "mJ per token",
-    of(
-        lambda file, row: file.beside(row, "energy"),
-        lambda row, line: 1e3 * row.median / tokens(line),
-    ),
-    "{:,.1f}",
-)

@@ -17,12 +17,7 @@ from pathlib import Path
 from gpt2_infer.bench.record import File, newest, read
 from gpt2_infer.bench.show import inspected, ladders, predicted, tables
 from gpt2_infer.bench.show.columns import BACKEND
-from gpt2_infer.bench.show.figures import (
-    Value,
-    length,
-    main_rows,
-    where,
-)
+from gpt2_infer.bench.show.figures import Value, length, main_rows, where
 from gpt2_infer.bench.show.pivot import Column, Entry, Layout, Table, markdown, pivot
 
 
@@ -33,12 +28,6 @@ def show(task: str, device: str = "", *, rows: str = "", columns: str = "") -> N
     """
     path, file = _newest(task, device)
     _print_tables(tables.tables(_link(path), file), rows, columns)
-
-
-def section(heading: str, task: str) -> None:
-    """Print a heading and a task's tables."""
-    _print(heading)
-    show(task)
 
 
 def picture(task: str, plot: str) -> None:

@@ -7,9 +7,8 @@ the two sample ranges do not overlap.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,15 +24,6 @@ INSTRUCTIONS = {
     "3xtf32": ("mma_tf32_tflops", 3),
     "3xfp16": ("mma_float16_tflops", 3),
     "fp16": ("mma_float16_tflops", 1),
-}
-# The limits of each dtype, and their precision classes.
-ROOFS = {
-    "float32": {
-        "FFMA": "ieee-fp32",
-        "3 TF32 products": "3xtf32",
-        "3 float16 products": "3xfp16",
-    },
-    "float16": {"mma.sync, float16": "fp16"},
 }
 # Coarseness of float32's precision classes; any other class is the dtype's own precision.
 COARSENESS = {"ieee-fp32": 0, "3xtf32": 1, "3xfp16": 1, "tf32": 2, "none": 3}
@@ -145,15 +135,10 @@ def _coarseness(row: Row) -> int:
     return COARSENESS.get(row.extra.get("precision", ""), 0)
 
 
-def spread_percent(samples: Sequence[float]) -> float:
-    """Return the range of the samples in percent of their median."""
-    return 100 * (max(samples) - min(samples)) / statistics.median(samples)
-
-
 def widest_spread(rows: Iterable[Row]) -> str:
-    """Return the widest spread of several rows; "" if none has samples."""
-    spreads = [spread_percent(row.samples) for row in rows if row.samples]
-    return f"{max(spreads):.1f} %" if spreads else ""
+    """Return the widest range of any row's samples in percent of its median; "" without any."""
+    ranges = [(row.spread[1] - row.spread[0]) / row.median for row in rows if row.samples]
+    return f"{100 * max(ranges):.1f} %" if ranges else ""
 
 
 def with_spread(row: Row, form: str, unit: str = "") -> str:
@@ -193,7 +178,7 @@ def where(file: File) -> str:
 
 
 def how(file: File) -> str:
-    """Describe where, next to which transformers, and how often something was timed."""
+    """Describe the machine, the version of transformers if it was a peer, and the rounds."""
     peer = file.provenance.packages["transformers"] if file.study.get("peers") else ""
     place = where(file) + (f", transformers {peer}" if peer else "")
     return f"{place}; medians of {file.study['rounds']} interleaved rounds"
@@ -204,42 +189,10 @@ def step_us(row: Row) -> float:
     return 1e6 * row.median / int(row.cell["new_tokens"])
 
 
-def reading_us(row: Row, file: File) -> float:
-    """Return the microseconds that reading the weights once takes at the run's bandwidth."""
-    return float(row.extra["weight_bytes"] / file.provenance.limits["read_gbps"] / 1e3)
-
-
-def beneath(row: Row, limits: dict[str, float]) -> tuple[int, float] | None:
-    """Return how many of a kernel's samples are below the physical floor, and the floor in us.
-
-    The floor follows from the run's own copy bandwidth and fastest instruction; None without them.
-    """
-    highest = max(roofs(row, limits).values(), default=0.0)
-    copy = limits.get("copy_gbps")
-    if not highest or not copy:
-        return None
-    floor = max(row.kernel.flops / highest / 1e6, row.kernel.min_bytes / copy / 1e3)
-    return sum(sample < floor for sample in row.samples), floor
-
-
-def roofs(row: Row, limits: dict[str, float]) -> dict[str, float]:
-    """Return the TFLOP/s limits for a kernel's dtype, as measured in the same run."""
-    dtype = str(row.cell["dtype"])
-    found: dict[str, Any] = {f"8192\u00b3 matmul, {dtype}": limits.get(f"matmul_{dtype}_tflops")}
-    found |= {words: roof(kind, limits) for words, kind in ROOFS.get(dtype, {}).items()}
-    return {words: value for words, value in found.items() if value}
-
-
-def roof(precision: str, limits: dict[str, float]) -> float | None:
-    """Return the TFLOP/s that a precision class's instruction allows; None if not measured."""
-    name, products = INSTRUCTIONS.get(precision, ("", 1))
-    return limits[name] / products if name in limits else None
-
-
 def roof_share(row: Row, limits: dict[str, float]) -> float | None:
     """Return the fraction of its instruction's roof that a float32 kernel reaches.
 
-    For wgmma, which only cuBLAS is timed with, it is that of a float16 matrix product.
+    The roof of wgmma is a float16 matrix product by cuBLAS: its instruction rate is not measured.
     """
     if row.cell["dtype"] != "float32":
         return None

@@ -110,4 +110,4 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
     )
 
 
-LAYOUTS["prediction"] = LAYOUTS["stalls"] = predictions()
+LAYOUTS["prediction"] = predictions()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -179,13 +178,4 @@ def are_numbers(column: Iterable[str]) -> bool:
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table of texts; columns of numbers are right-aligned."""
     align = ["right" if are_numbers(column) else "left" for column in zip(*rows, strict=True)]
-    rows = [[_without_bars(cell) for cell in row] for row in rows]
     return tabulate(rows, head, "pipe", disable_numparse=True, colalign=align) + "\n"
-
-
-def _without_bars(cell: str) -> str:
-    """Write code with a `|`, which would end the cell, as HTML."""
-    if "|" not in cell:
-        return cell
-    code = re.sub("`(.*?)`", lambda found: f"<code>{html.escape(found[1])}</code>", cell)
-    return code.replace("|", "&#124;")

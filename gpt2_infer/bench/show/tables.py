@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
@@ -17,12 +16,10 @@ from gpt2_infer.bench.show.figures import (
     how,
     length,
     ratio,
-    reading_us,
     roof_share,
     step_us,
     steps_of,
     times,
-    where,
     widest_spread,
     with_spread,
     within_budget,
@@ -43,15 +40,13 @@ def tables(name: str, file: File) -> list[Table]:
         raise ResultsError(f"{name}: unknown kind of study, {kind}")
     if kind == "kernel" and has_shapes(file):
         kind = "shapes"
-    elif kind == "kernel" and file.study.get("decode"):
-        kind = "decode-kernel"
     if kind == "decode" and file.study.get("new_tokens") == [1]:
         kind = "prefill"
     return pivot(name, file, LAYOUTS[kind])
 
 
 LAYOUTS: dict[str, Layout] = {**inspected.LAYOUTS}
-"""Layouts by kind of study, or a variant of it: "shapes" and "decode-kernel", and "prefill"."""
+"""Layouts by kind of study, or a variant of it: "shapes" and "prefill"."""
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -66,18 +61,37 @@ def _relative_error(line: Entry) -> Value:
     return _error("relative_error")(line) if len({*map(length, line.block)}) == 1 else None
 
 
+def _decodes(file: File) -> bool:
+    """Return whether decode kernels were timed, which are bound by the cache's bytes."""
+    return bool(file.study.get("decode"))
+
+
+def _tflops(line: Entry) -> Value:
+    return line.row.tflops if line.row and line.row.samples and not _decodes(line.file) else None
+
+
+def _gbps(line: Entry) -> Value:
+    """Return the GB/s of reading the cache once."""
+    if not line.row or not line.row.samples or not _decodes(line.file):
+        return None
+    return line.row.kernel.min_bytes / line.row.median / 2e3
+
+
 def _roof_share(line: Entry) -> Value:
     """Return the share of its roof that a line's longest timed row reaches."""
     timed = [row for row in line.rows if row.samples]
-    return roof_share(max(timed, key=length), line.file.provenance.limits) if timed else None
+    if not timed or _decodes(line.file):
+        return None
+    return roof_share(max(timed, key=length), line.file.provenance.limits)
 
 
 def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
     cell, timed = block[0].kernel, [row for row in block if row.samples]
     chosen = detail_length(block)
+    what, speed = ("decode, ", "GB/s (the cache once)") if _decodes(file) else ("", "TFLOP/s")
     title = (
-        f"{cell.shape}, {how(file)} ({name}). TFLOP/s and the largest error against float64 are at "
-        f"N={chosen}"
+        f"{what}{cell.shape}, {how(file)} ({name}). {speed} and the largest error against float64 "
+        f"are at N={chosen}"
     )
     checks = [row.check for row in block if row.check and length(row) == chosen]
     # Quote plain PyTorch's error if it has no row; in float64 that is float32's error, scaled.
@@ -89,13 +103,6 @@ def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
     return title
 
 
-_TIMES = [
-    columns.BACKEND,
-    columns.PRECISION,
-    Column("N={at}, us", columns.median, "{:.1f}", over=length),
-    Column("spread", lambda line: widest_spread(line.rows)),
-    Column("x {baseline}, N={at}", columns.versus),
-]
 LAYOUTS["kernel"] = Layout(
     title=_kernel_title,
     block=cell_name,
@@ -103,27 +110,16 @@ LAYOUTS["kernel"] = Layout(
     at=detail_length,
     keeps=lambda line: any(row.samples for row in line.rows),
     columns=[
-        *_TIMES,
-        Column("TFLOP/s", columns.timed(lambda row: row.tflops), "{:.3g}"),
+        columns.BACKEND,
+        columns.PRECISION,
+        Column("N={at}, us", columns.median, "{:.1f}", over=length),
+        Column("spread", lambda line: widest_spread(line.rows)),
+        Column("x {baseline}, N={at}", columns.versus),
+        Column("TFLOP/s", _tflops, "{:.3g}"),
+        Column("GB/s", _gbps, "{:.3g}"),
         Column("of its roof, longest N", _roof_share, "{:.0%}"),
         Column("error", _error("error"), "{:.1e}"),
         Column("relative error", _relative_error, "{:.1%}"),
-    ],
-)
-
-
-LAYOUTS["decode-kernel"] = dataclasses.replace(
-    LAYOUTS["kernel"],
-    title=lambda name, file, block: (
-        f"decode, {cell_name(block[0])}, {how(file)} ({name}). GB/s (the cache once) and the "
-        f"largest error against float64 are at N={detail_length(block)}"
-    ),
-    columns=[
-        *_TIMES,
-        Column(
-            "GB/s", columns.timed(lambda row: row.kernel.min_bytes / row.median / 2e3), "{:.3g}"
-        ),
-        Column("error", _error("error"), "{:.1e}"),
     ],
 )
 
@@ -191,12 +187,11 @@ LAYOUTS["generation"] = Layout(
         columns.RATE,
         columns.CALL_RATE,
         Column("attention's share", _share, "{:.1%}"),
-        Column("peak memory, MiB", columns.beside("peak memory", 2**20), "{:.0f}"),
     ],
 )
 
 
-# ---- Decoding, batches, wheels -------------------------------------------------------------------
+# ---- Decoding, batches ---------------------------------------------------------------------------
 
 
 def _is_recompute(row: Row) -> bool:
@@ -223,7 +218,8 @@ def _lost_per_layer(line: Entry) -> Value:
     row, config = line.first, named_config(str(line.first.cell["model"]))
     if _of_bandwidth(line) is None or config is None:
         return None
-    return (step_us(row) - reading_us(row, line.file)) / config.n_layer
+    reading_us = row.extra["weight_bytes"] / line.file.provenance.limits["read_gbps"] / 1e3
+    return float(step_us(row) - reading_us) / config.n_layer
 
 
 def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
@@ -257,7 +253,6 @@ LAYOUTS["decode"] = Layout(
         Column("least .. most", columns.of(steps_of, columns.least_and_most)),
         columns.CALL_RATE,
         Column("vs transformers", _call_ratio),
-        columns.ENERGY,
         Column("us per step", columns.of(steps_of, lambda row, _: step_us(row)), "{:.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
@@ -305,71 +300,6 @@ LAYOUTS["batch"] = Layout(
         Column("seconds", columns.first(lambda row: with_spread(row, "{:.2f}"))),
         columns.RATE,
         columns.CALL_RATE,
-        columns.ENERGY,
         Column("same rows", columns.extra("same_rows"), "{:.1%}"),
-    ],
-)
-
-
-def _mib(name: str) -> Getter:
-    return columns.first(lambda row: row.extra[name] / 2**20)
-
-
-LAYOUTS["install"] = Layout(
-    title=lambda name, file, block: (
-        f"`gpt2-infer {block[0].cell['options']}`, {how(file)} ({name})"
-    ),
-    columns=[
-        Column("wheel", columns.first(lambda row: f"`{row.contender}`")),
-        Column("MiB", _mib("bytes"), "{:.1f}"),
-        Column("kernels, MiB", _mib("kernels_bytes"), "{:.1f}"),
-        Column(
-            "compilers",
-            columns.timed(lambda row: "nvcc, g++" if row.extra["has_compilers"] else "none"),
-        ),
-        Column("pip install, s", columns.beside("install"), "{:.1f}"),
-        Column("gpt2-infer, s", columns.beside("run"), "{:.1f}"),
-        Column("together, s", columns.first(lambda row: with_spread(row, "{:.1f}"))),
-    ],
-)
-
-
-# ---- Perplexity, published figures ---------------------------------------------------------------
-
-
-def _standard_errors(line: Entry) -> Value:
-    apart, error = line.value("difference"), line.value("standard error")
-    return apart / error if apart is not None and error else None
-
-
-LAYOUTS["perplexity"] = Layout(
-    title=lambda name, file, _: (
-        f"{file.study['model']}, the first {file.study['tokens']:,} tokens of the held-out books, "
-        f"windows of {file.study['window']}; {where(file)} ({name}). The last two "
-        f"columns compare with `{BASELINE}` in the same dtype"
-    ),
-    rows=inspected.all_rows,
-    columns=[
-        columns.DTYPE,
-        columns.BACKEND,
-        columns.PRECISION,
-        Column("bits per byte", columns.metric("bits per byte"), "{:.7f}"),
-        Column("perplexity", columns.metric("perplexity"), "{:.5f}"),
-        Column("nats per token", columns.metric("difference"), "{:+.1e}"),
-        Column("standard errors", _standard_errors, "{:+.1f}"),
-    ],
-)
-
-LAYOUTS["published"] = Layout(
-    title=lambda name, file, _: f"{file.study['note']} ({name})",
-    rows=inspected.all_rows,
-    line=lambda row: row.contender,
-    columns=[
-        columns.BACKEND,
-        Column(
-            "{at}",
-            columns.timed(lambda row: f"{row.median:.1f} {row.unit}"),
-            over=lambda row: row.cell["card"],
-        ),
     ],
 )

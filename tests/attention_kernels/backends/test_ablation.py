@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, get_backend, ladder, list_backends
-from attention_kernels.judge.conformance import Case, run_case
-from attention_kernels.judge.reference import judge
+from attention_kernels.judge.suite import Case, run_case
+from attention_kernels.judge.truth import truth
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import spec_of
 from tests.conftest import on_every_device, usable, version_file
@@ -114,7 +114,7 @@ def output(spec: BackendSpec, *inputs) -> torch.Tensor:
 def is_right(spec: BackendSpec, *inputs) -> bool:
     """Return whether the output is within its budget."""
     o = output(spec, *inputs)
-    return judge(o, *equal_scores(*inputs), 1.0, is_causal=False).passed
+    return truth(*equal_scores(*inputs), 1.0, is_causal=False).judge(o).passed
 
 
 @pytest.mark.slow

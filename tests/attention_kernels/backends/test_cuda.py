@@ -15,7 +15,7 @@ from attention_kernels import (
     list_backends,
 )
 from attention_kernels.backends import cuda
-from attention_kernels.judge.conformance import Case, future_leaks, run_case
+from attention_kernels.judge.suite import Case, future_leaks, run_case
 from tests.attention_kernels.backends.common import (
     FP32,
     STRIDED_HALF,

@@ -9,7 +9,7 @@ import torch
 
 from attention_kernels import ladder
 from attention_kernels.judge.cases import EDGES
-from attention_kernels.judge.conformance import DecodeCase, run_case
+from attention_kernels.judge.suite import DecodeCase, run_case
 from attention_kernels.ladder import compilers
 from tests.attention_kernels.backends.common import for_each, fused
 from tests.conftest import on_every_device, usable

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attention_kernels import list_backends
-from attention_kernels.judge.conformance import Case
-from attention_kernels.judge.reference import reference_attention
+from attention_kernels.judge.suite import Case
+from attention_kernels.judge.truth import reference_attention
 from attention_kernels.ladder import build
 from tests.attention_kernels.backends.common import dtype_of, for_each
 from tests.conftest import on_every_device, usable

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_kernels import AttentionError, BackendSpec
-from attention_kernels.judge.conformance import Case, run_case
+from attention_kernels.judge.suite import Case, run_case
 from attention_kernels.ladder import compilers, header
 from tests.attention_kernels.backends.common import changed, spec_of
 

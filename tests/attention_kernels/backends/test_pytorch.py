@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_kernels import UnsupportedError, get_backend
-from attention_kernels.judge.conformance import Case
+from attention_kernels.judge.suite import Case
 
 
 @pytest.mark.parametrize(

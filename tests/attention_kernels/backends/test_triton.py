@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attention_kernels import get_backend
-from attention_kernels.judge.conformance import Case, run_case
+from attention_kernels.judge.suite import Case, run_case
 from tests.conftest import usable
 
 NAMES = ["TRITON_FLASH_ATTENTION", "TRITON_FLASH_ATTENTION_TRANSPOSED_K"]

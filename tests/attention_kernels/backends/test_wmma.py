@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, list_backends
-from attention_kernels.judge.conformance import Case, run_case
-from attention_kernels.judge.reference import judge
+from attention_kernels.judge.suite import Case, run_case
+from attention_kernels.judge.truth import truth
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import changed, for_each
 from tests.conftest import on_every_device, usable
@@ -35,7 +35,7 @@ def verdict(spec: BackendSpec, seqlen: int, head_dim: int, spread: float, is_cau
     q, k, v = (x.half().to(device) for x in (q, k, v))
     scale = spread / (8 * head_dim)
     o = spec.attention(q, k, v, softmax_scale=scale, is_causal=is_causal)
-    return judge(o, q, k, v, scale, is_causal, precision="fp16")
+    return truth(q, k, v, scale, is_causal).judge(o, "fp16")
 
 
 @on_every_device

@@ -20,7 +20,7 @@ from attention_kernels import (
     ladder,
     list_backends,
 )
-from attention_kernels.judge.conformance import Case, run_case
+from attention_kernels.judge.suite import Case, run_case
 from attention_kernels.ladder import build, compilers, header, op
 from tests.attention_kernels.ladder.conftest import HEADER
 

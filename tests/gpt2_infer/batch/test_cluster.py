@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import pickle
 import signal
@@ -24,23 +23,23 @@ pytestmark = [
 ]
 
 
-def holder(lock: Path) -> int | None:
-    """The process that has a lock file open."""
+def holder(lock: Path) -> int:
+    """Return the process that has a lock file open."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             if str(lock) in map(os.readlink, (process / "fd").iterdir()):
                 return int(process.name)
-    return None
+    raise AssertionError
 
 
-def kill_after_a_part(out: Path, process: int | None) -> None:
+def kill_after_a_part(out: Path, process: int | None = None) -> None:
     """Kill a process, or the worker of shard 0, once a part has been written."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not [*out.glob("part-*")]:
+    while not [*out.glob("part-*")]:
         time.sleep(0.005)
     os.kill(process or holder(out / ".shard-0-of-2"), signal.SIGKILL)
 
 
+@pytest.mark.timeout(300)
 def test_workers_and_drivers_of_ray_die_and_the_job_is_completed(save_checkpoint, tmp_path):
     settings = make_settings(save_checkpoint()[0])
     file = write_input(tmp_path / "in.jsonl", 800)
@@ -49,7 +48,7 @@ def test_workers_and_drivers_of_ray_die_and_the_job_is_completed(save_checkpoint
     how = {"device": "cpu", "workers": 2}
 
     out = tmp_path / "worker"
-    killer = threading.Thread(target=kill_after_a_part, args=(out, None))
+    killer = threading.Thread(target=kill_after_a_part, args=[out])
     killer.start()
     with pytest.raises(batch.BatchError, match=r"^Ray lost shard 0/2; --resume completes the job$"):
         batch.run_on_ray([file], out, settings, **how)
@@ -57,23 +56,16 @@ def test_workers_and_drivers_of_ray_die_and_the_job_is_completed(save_checkpoint
     left = contents(out)
     assert {f"part-{part:05d}.jsonl" for part in range(1, 80, 2)} <= left.keys()
     assert left.items() < expected.items()
-    known = sum(json.loads(text)["rows"] for name, text in left.items() if "_manifest" in name)
-    numbers: list[int] = []
-    batch.run_on_ray([file], out, settings, resume=True, on_rows=numbers.append, **how)
-    assert sum(numbers) == 800 - known
+    batch.run_on_ray([file], out, settings, resume=True, **how)
     assert contents(out) == expected
 
     out = tmp_path / "driver"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", "import pickle, sys; pickle.load(sys.stdin.buffer)()"],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+    program = "import pickle, sys; pickle.load(sys.stdin.buffer)()"
     run = functools.partial(batch.run_on_ray, [file], out, settings, **how)
-    pickle.dump(run, driver.stdin)
-    driver.stdin.close()
-    kill_after_a_part(out, driver.pid)
-    driver.wait()
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as driver:
+        pickle.dump(run, driver.stdin)
+        driver.stdin.close()
+        kill_after_a_part(out, driver.pid)
     for _ in range(600):  # Ray ends the workers of a dead driver after a moment
         with contextlib.suppress(RequestError):
             batch.run([file], out, settings, device="cpu", resume=True)

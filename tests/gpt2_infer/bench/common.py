@@ -7,18 +7,9 @@ import torch
 
 from attention_kernels import BackendSpec, get_backend, register
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.reference import naive_attention
+from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2
-from gpt2_infer.bench.record import (
-    Check,
-    File,
-    GenerationCell,
-    Gpu,
-    KernelCell,
-    Provenance,
-    Row,
-    Shape,
-)
+from gpt2_infer.bench.record import Check, File, GenerationCell, Gpu, KernelCell, Provenance, Row
 from gpt2_infer.bench.show.figures import main_rows
 from tests.conftest import rewrite
 
@@ -128,7 +119,7 @@ def kernels(rows: list[Row] | None = None, **changes) -> File:
         ):
             samples = [scale * (middle + d) for d in (-1, 0, 1)]
             row = kernel(name, samples, seqlen, **fields)
-            rows += [row, beside(row, "workspace", "bytes", 2048)]
+            rows.append(row)
     rows.append(
         kernel(
             "PYTORCH_SDPA_FLASH_ATTENTION",
@@ -139,25 +130,6 @@ def kernels(rows: list[Row] | None = None, **changes) -> File:
         )
     )
     return file_of("kernel", rows, **changes)
-
-
-def beside(row: Row, metric: str, unit: str, value: float) -> Row:
-    name = row.contender
-    return Row(contender=name, cell=row.cell, metric=metric, unit=unit, samples=[value])
-
-
-def shapes() -> File:
-    """Return two shapes with different lengths; one backend takes only one of them."""
-    narrow, wide = KernelCell(64, head_dim=32), KernelCell(128)
-    refused = {"status": "refused", "reason": "not in 32", "check": None}
-    return kernels(
-        [
-            kernel("NAIVE_PYTORCH", [10.0, 10.0], cell=narrow, precision="3xtf32"),
-            kernel("FAST", [], cell=narrow, precision="3xfp16", **refused),
-            kernel("NAIVE_PYTORCH", [100.0, 100.0], cell=wide, precision="3xtf32"),
-            kernel("FAST", [50.0, 50.0], cell=wide, precision="3xfp16"),
-        ]
-    )
 
 
 def generation(**changes) -> File:
@@ -181,115 +153,6 @@ def generation(**changes) -> File:
                     "text_compared": name != "CUSTOM_CUDA_VERSION_1",
                 },
             )
-            rows += [row, beside(row, "peak memory", "bytes", int(middle * 2**30))]
+            rows.append(row)
     settings = {"model": "gpt2", "prompt_tokens": 8}
     return file_of("generation", rows, settings=settings, **changes)
-
-
-SHAPE = Shape(batch=3, num_heads=2, seqlen=64, head_dim=32, is_causal=False)
-
-
-def counts(number: int, metrics: dict[str, float], **fields) -> list[Row]:
-    """Return the rows of a version; `fields` make a first row without a count."""
-    base = {"contender": f"CUSTOM_CUDA_VERSION_{number}", "cell": msgspec.to_builtins(SHAPE)}
-    rows = [Row(**base, metric=m, unit="count", samples=[n]) for m, n in metrics.items()]
-    if fields:
-        samples = [] if "status" in fields else [1.0]
-        rows.insert(0, Row(**base, metric="accesses", unit="count", samples=samples, **fields))
-    return rows
-
-
-def inspection() -> File:
-    taken = {
-        "spill_bytes": 0,
-        "shared_bytes": 2048,
-        "warps": 16,
-        "occupancy_percent": 25,
-    }
-    counted = {
-        "shared_load_requests": 1000,
-        "shared_store_requests": 0,
-        "shared_store_conflicts": 0,
-        "shared_store_ways": 1,
-        "global_load_sectors": 0,
-        "global_load_fewest_sectors": 0,
-        "global_store_sectors": 80,
-    }
-    conflicts = {"shared_load_conflicts": 31000, "shared_load_ways": 32}
-    none = {"shared_load_conflicts": 0, "shared_load_ways": 1}
-    refused = {"status": "refused", "reason": "not this one; nor that"}
-    rows = [
-        (taken | counted | conflicts | {"registers": 40, "global_store_fewest_sectors": 10}, {}),
-        (taken | counted | none | {"registers": 39, "global_store_fewest_sectors": 80}, {}),
-        (taken | {"registers": 40}, refused),
-    ]
-    return file_of(
-        "inspection",
-        [
-            row
-            for n, (metrics, fields) in enumerate(rows, 1)
-            for row in counts(n, metrics, extra={"change": f"step {n}"}, **fields)
-        ],
-        settings={"arch": "80", "nvcc": "13.0"},
-        provenance=provenance(gpu=None),
-    )
-
-
-def stalls(rows: dict[str, tuple[str, list[tuple[int, float]]]]) -> File:
-    """Return stalls: by version, its file's digest and the shares of its stalls by line.
-
-    A call takes 100 us, and its warps issue in a fifth of their cycles. Each line waits for line 1
-    and has instructions of two kernels.
-    """
-    found = []
-    for name, (digest, shares) in rows.items():
-        reasons = {"short scoreboard": 0.75, "wait": 0.25}
-        lines = [
-            {
-                "line": line,
-                "share": share,
-                "reasons": reasons,
-                "through": [2],
-                "waits_for": {"1": 0.5},
-                "instructions": [
-                    [0, 0x4A0, "LDS.128 R4, [R12]", share / 2, "short scoreboard"],
-                    [1, 0x10, "FFMA R1, R2, R3, R1", share / 4, "wait"],
-                ],
-                "others": 3,
-            }
-            for line, share in shares
-        ]
-        found.append(
-            Row(
-                contender=name,
-                cell=msgspec.to_builtins(KernelCell(1024, head_dim=32)),
-                metric="predicted time",
-                unit="us",
-                samples=[100.0],
-                extra={
-                    "version_digest": digest,
-                    "bound": "latency",
-                    "needs_us": {"shared memory": 30.0},
-                    "stalls": {
-                        "gpu": "H200 SXM",
-                        "time_us": 100.0,
-                        "issuing": 0.2,
-                        "reasons": reasons,
-                        "kernels": ["attention<32>", "combine<32>"],
-                        "lines": lines,
-                    },
-                },
-            )
-        )
-    return file_of("stalls", found, settings={"gpu": "H200 SXM"})
-
-
-def profile() -> File:
-    metrics = {
-        "shared_load_wavefronts": 1e6,
-        "global_async_load_sectors": 1000.0,
-        "issue_active_percent": 50.0,
-        "duration_us": 100.0,
-    }
-    second = counts(2, metrics | {"duration_us": 50.0})
-    return file_of("profile", counts(1, metrics) + second)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from attention_kernels.inspection.accesses import Access, MemoryRequest
-from attention_kernels.inspection.resources import Resources
 from gpt2_infer.bench import counting
 
 
@@ -17,7 +16,6 @@ def test_totals_are_sums_except_for_ways():
         [
             access("shared", "load", requests=10, conflicts=31, ways=32),
             access("shared", "load", requests=5, conflicts=1, ways=2),
-            access("shared", "store", requests=3),
             access("global", "load", requests=2, sectors=64, fewest_sectors=8),
             access("global", "TMA load", requests=3, sectors=7),
             access("shared", "TMA load", requests=3, wavefronts=9),
@@ -28,8 +26,6 @@ def test_totals_are_sums_except_for_ways():
         "shared_load_requests": 15,
         "shared_load_conflicts": 32,
         "shared_load_ways": 32,
-        "shared_store_requests": 3,
-        "shared_store_ways": 1,
         "global_load_requests": 2,
         "global_load_sectors": 64,
         "global_load_fewest_sectors": 8,
@@ -38,28 +34,4 @@ def test_totals_are_sums_except_for_ways():
         "tma_load_sectors": 7,
         "wgmma_requests": 5,
         "wgmma_wavefronts": 20,
-    }
-
-
-def test_the_worst_figure_of_several_kernels_counts():
-    def row(registers: int, warps: int, spills: int) -> Resources:
-        numbers = {"threads": 32, "head_dim": 64, "blocks": 1, "max_warps": 64}
-        names = {
-            "version": "v01",
-            "arch": "90",
-            "dtype": "float32",
-            "kernel": "k",
-            "limited_by": "registers",
-        }
-        smem = {"static_smem": 1000 * spills, "dynamic_smem": 24}
-        spilled = {"spill_stores": spills, "spill_loads": 2 * spills}
-        return Resources(registers=registers, warps=warps, **numbers, **names, **smem, **spilled)
-
-    assert counting.resources([]) == {}
-    assert counting.resources([row(40, 48, 0), row(32, 16, 4), row(64, 32, 1)]) == {
-        "registers": 64,
-        "spill_bytes": 12,
-        "shared_bytes": 4024,
-        "warps": 16,
-        "occupancy_percent": 25,
     }

@@ -7,19 +7,18 @@ from gpt2_infer.bench import decoding, models
 from gpt2_infer.bench.record import File
 from gpt2_infer.bench.show.figures import calls_of, steps_of
 from gpt2_infer.bench.study import DecodeStudy, run
-from tests.gpt2_infer.bench.common import by_name
 
 FUSED = not missing_compiler("emulator")
 
 
 def decode(**settings) -> File:
     settings = {"models": ["demo"], "dtypes": ["float32"], "new_tokens": [5]} | settings
-    return run(DecodeStudy(device="cpu", rounds=2, **settings))
+    return run(DecodeStudy(device="cpu", rounds=2, peers=True, **settings))
 
 
 def test_steps_and_whole_calls_are_timed_in_the_same_call():
-    file = decode(engines=["eager", "fused"], prompt_tokens=11, batch_sizes=[2], peers=True)
-    eager, fused, peer = file.of("time")
+    file = decode(engines=["eager", "fused", "graph"], prompt_tokens=11, batch_sizes=[2])
+    eager, fused, graph, peer = file.of("time")
     assert peer.contender == file.study["baseline"] == "transformers, dynamic cache"
     assert eager.cell["prompt_tokens"] == 11
     assert (fused.status, len(fused.samples)) == (("ok", 2) if FUSED else ("refused", 0))
@@ -28,27 +27,20 @@ def test_steps_and_whole_calls_are_timed_in_the_same_call():
         steps, calls = steps_of(file, row), calls_of(file, row)
         assert steps is row
         assert all(a < b for a, b in zip(steps.samples, calls.samples, strict=True))
+    assert graph.status == "refused"
+    assert "it needs a CUDA device" in graph.reason
     assert calls_of(file, peer) is peer
     assert peer.extra["same_text"]
-    energy = {row.contender: row for row in file.of("energy")}
-    assert "on NVIDIA GPUs only" in energy["eager"].reason
 
 
 def test_a_call_without_a_cache_includes_one_time_work():
-    file = decode(mode="recompute", engines=["eager"], peers=True)
+    file = decode(mode="recompute", engines=["eager"])
     eager, peer = file.of("time")
     steps = steps_of(file, eager)
     assert all(a < b for a, b in zip(steps.samples, eager.samples, strict=True))
     assert calls_of(file, eager) is eager
     assert steps_of(file, peer) is None
     assert peer.extra["same_text"]
-
-
-def test_an_engine_that_does_not_support_the_case_is_refused():
-    found = by_name(decode(engines=["eager", "graph"]))
-    assert len(found["eager"].samples) == 2
-    assert found["graph"].status == "refused"
-    assert "it needs a CUDA device" in found["graph"].reason
 
 
 def test_another_text_is_noted_and_one_that_changes_fails(monkeypatch):
@@ -69,6 +61,6 @@ def test_another_text_is_noted_and_one_that_changes_fails(monkeypatch):
 
     monkeypatch.setattr(models, "reference_of", changed)
     monkeypatch.setattr(decoding, "generate", changing)
-    ours, peer = decode(engines=["eager"], peers=True).of("time")
+    ours, peer = decode(engines=["eager"]).of("time")
     assert (ours.status, ours.reason) == ("failed", "its text changes from run to run")
     assert (peer.status, peer.extra["same_text"]) == ("ok", False)

@@ -1,46 +1,14 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from gpt2_infer.bench.record import KernelCell, ResultsError, Row
-from gpt2_infer.bench.study import (
-    Contender,
-    Progress,
-    RejectedError,
-    Subject,
-    interleave,
-    time_cells,
-)
+from gpt2_infer.bench.study import Contender, Progress, RejectedError, Subject, time_cells
 from tests.gpt2_infer.bench.common import file_of, kernel, provenance
 
 CELLS = [KernelCell(8), KernelCell(16)]
-
-
-def test_rounds_are_interleaved_and_the_first_is_dropped():
-    order: list[str] = []
-
-    def run(name: str) -> int:
-        order.append(name)
-        return len(order)
-
-    figures = interleave({n: lambda n=n: run(n) for n in "abc"}, rounds=2)
-    assert "".join(order) == "abcabcabc"
-    assert figures == {"a": [4, 7], "b": [5, 8], "c": [6, 9]}
-
-
-def test_a_rejected_contender_has_no_figures_and_does_not_run_again():
-    calls: list[int] = []
-
-    def reject() -> float:
-        calls.append(1)
-        if len(calls) == 3:
-            raise RejectedError("wrong")
-        return 1.0
-
-    figures = interleave({"a": reject, "b": lambda: 2.0}, rounds=3)
-    assert figures["b"] == [2.0, 2.0, 2.0]
-    assert str(figures["a"]) == "wrong"
-    assert len(calls) == 3
 
 
 def subject(contenders=None, cells=CELLS, sources=None) -> Subject[KernelCell]:
@@ -55,44 +23,77 @@ def progress(out, settings=(), cells=CELLS, sources=None, **changes) -> Progress
     return Progress(out, file, subject(cells=cells, sources=sources))
 
 
-def time(out, samples, **changes) -> list[Row]:
+def test_rounds_are_interleaved_the_first_is_dropped_and_a_failure_stops_no_other():
+    order, failing = [], ["REJECTED", "LATE"]
+
+    def sample(name: str) -> dict[str, float]:
+        order.append(name)
+        if name == "REJECTED" or (name == "LATE" and order.count("LATE") == 3):
+            raise RejectedError("no longer right")
+        return {"time": 1.23456789 + len(order), "call": 9.0}
+
+    def reject() -> None:
+        raise RejectedError("no longer right")
+
+    def contenders(_):
+        for name in ("GOOD", "REJECTED", "LATE", "WRONG_AFTERWARDS"):
+            recheck = reject if name == "WRONG_AFTERWARDS" else None
+            yield Contender(kernel(name, []), lambda name=name: sample(name), recheck)
+        yield Contender(kernel("REFUSED", [], status="refused", reason="not this"))
+
+    good, call, *others = time_cells(subject(contenders, CELLS[:1]), progress(None))
+    assert order == ["GOOD", "REJECTED", "LATE", "WRONG_AFTERWARDS"] + 2 * [
+        "GOOD",
+        "LATE",
+        "WRONG_AFTERWARDS",
+    ]
+    assert (good.status, good.samples) == ("ok", [6.23457, 9.23457])
+    assert (call.metric, call.samples) == ("call", [9.0, 9.0])
+    assert [(row.contender, row.status, row.samples, row.reason) for row in others] == [
+        *((name, "failed", [], "no longer right") for name in (*failing, "WRONG_AFTERWARDS")),
+        ("REFUSED", "refused", [], "not this"),
+    ]
+
+
+def time(out, samples) -> list[Row]:
     def contenders(_):
         return [Contender(kernel("A", []), lambda: {"time": next(samples)})]
 
-    return time_cells(subject(contenders), progress(out, **changes))
+    return time_cells(subject(contenders), progress(out))
 
 
-def interrupted():
-    yield from (1.0, 2.0, 3.0, 4.0)  # the first cell, and a warm-up of the second
-    raise KeyboardInterrupt
+@pytest.fixture
+def interrupted(tmp_path):
+    """The results file of a run that was interrupted in its second cell."""
 
+    def samples():
+        yield from (1.0, 2.0, 3.0, 4.0)
+        raise KeyboardInterrupt
 
-def test_an_interrupted_run_resumes_after_the_last_finished_cell(tmp_path):
-    out = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
-        time(out, interrupted())
-    found = time(out, iter((0.0, 5.0, 6.0)))
-    assert [row.samples for row in found] == [[2.0, 3.0], [5.0, 6.0]]
+        time(tmp_path / "r.json", samples())
+    return tmp_path / "r.json"
+
+
+def test_an_interrupted_run_resumes_after_the_last_finished_cell(interrupted):
+    found = time(interrupted, itertools.count(5.0))
+    assert [row.samples for row in found] == [[2.0, 3.0], [6.0, 7.0]]
     assert [row.kernel for row in found] == CELLS
 
 
-def test_a_truncated_cell_is_measured_again(tmp_path):
-    out = tmp_path / "r.json"
-    with pytest.raises(KeyboardInterrupt):
-        time(out, interrupted())
-    partial = tmp_path / "r.json.partial"
+def test_a_truncated_cell_is_measured_again(interrupted):
+    partial = interrupted.with_name("r.json.partial")
     header, cell, _ = partial.read_bytes().split(b"\n")
     for rest, left in ((cell[:-9], 0), (cell, 0), (cell + b"\n", 1), (cell + b"\n" + cell[:9], 1)):
         partial.write_bytes(header + b"\n" + rest)
-        assert len(progress(out).cells) == left
+        assert len(progress(interrupted).cells) == left
     partial.write_bytes(header[:-9])
     with pytest.raises(ResultsError, match=r"partial cannot be read, delete it: "):
-        progress(out)
+        progress(interrupted)
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
+def test_another_commit_source_machine_or_plan_is_refused(interrupted):
+    for changes, what in (
         ({"commit": "def"}, "commit"),
         ({"source_digest": "456"}, "source digest"),
         ({"sources": {"A": "2"}}, "sources"),
@@ -101,51 +102,19 @@ def test_a_truncated_cell_is_measured_again(tmp_path):
         ({"prebuilt": ["A"]}, "prebuilt"),
         ({"settings": {"rounds": 9}}, "settings"),
         ({"cells": CELLS[:1]}, "settings"),
-    ],
-)
-def test_another_commit_source_machine_or_plan_is_refused(changes, what, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        time(tmp_path / "r.json", interrupted())
-    with pytest.raises(ResultsError, match=rf"belongs to another run \({what} differ\): delete it"):
-        progress(tmp_path / "r.json", **changes)
+    ):
+        with pytest.raises(ResultsError, match=rf"another run \({what} differ\): delete it"):
+            progress(interrupted, **changes)
 
 
-def test_a_full_disk_is_one_sentence_and_loses_no_finished_cell(tmp_path, monkeypatch):
-    out = tmp_path / "r.json"
-    kept = progress(out)
-    kept.add(str(CELLS[0]), [kernel("A", [1.0, 2.0], cell=CELLS[0])])
+def test_a_full_disk_is_one_sentence_and_loses_no_finished_cell(interrupted, monkeypatch):
+    kept = progress(interrupted)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
     with monkeypatch.context() as patch:
-
-        def full(*_):
-            raise OSError(28, "No space left on device")
-
         patch.setattr("pathlib.Path.open", full)
-        with pytest.raises(ResultsError) as caught:
+        with pytest.raises(ResultsError, match=r"No space left on device \(finished: 1\); rerun"):
             kept.add(str(CELLS[1]), [])
-    assert "No space left on device (finished: 1); rerun to resume" in str(caught.value)
-    assert [*progress(out).cells] == [str(CELLS[0])]
-
-
-def test_a_failure_is_recorded_and_the_other_contenders_continue(tmp_path):
-    def reject():
-        raise RejectedError("no longer right")
-
-    def contenders(_):
-        for name in ("GOOD", "REJECTED", "WRONG_AFTERWARDS", "REFUSED"):
-            row = kernel(name, [])
-            if name == "REFUSED":
-                row.status, row.reason = "refused", "not this"
-                yield Contender(row)
-            else:
-                sample = reject if name == "REJECTED" else lambda: {"time": 1.23456789}
-                recheck = reject if name == "WRONG_AFTERWARDS" else None
-                yield Contender(row, sample, recheck)
-
-    found = time_cells(subject(contenders, CELLS[:1]), progress(None))
-    assert [(row.status, row.samples) for row in found] == [
-        ("ok", [1.23457, 1.23457]),
-        ("failed", []),
-        ("failed", []),
-        ("refused", []),
-    ]
-    assert found[1].reason == found[2].reason == "no longer right"
+    assert [*progress(interrupted).cells] == [str(CELLS[0])]

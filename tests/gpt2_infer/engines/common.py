@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpt2_infer import GPT2, Request
+from attention_kernels.backends import pytorch
+from gpt2_infer import GPT2, Request, sampling
 from gpt2_infer.config import GPT2Config
 
 # With --dist loadgroup, one worker runs all tests of gpt2-xl, which take up to 25 GB of GPU memory.
@@ -34,6 +36,27 @@ def published(name: str, dtype: torch.dtype = torch.float32) -> GPT2:
 
 def request_for(model: GPT2, prompts: Any, **fields: Any) -> Request:
     return Request(config=model.config, tokenizer=model.tokenizer, prompts=prompts, **fields)
+
+
+def imitate_graphs(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> list[RecordedGraph]:
+    """Let modules record graphs on the CPU; return the list of recorded graphs."""
+    graphs: list[RecordedGraph] = []
+
+    def capture(body, shared_with=None):
+        graphs.append(RecordedGraph(body))
+        return graphs[-1]
+
+    def visible(k_cache, seqlens):
+        positions = k_cache.shape[1]
+        return positions, torch.arange(positions) < seqlens[:, None, None, None]
+
+    for module in modules:
+        monkeypatch.setattr(module, "capture", capture)
+        monkeypatch.setattr(module, "pool_bytes", lambda graph: 1000)
+    # On a CPU these read values, which a graph cannot do.
+    monkeypatch.setattr(pytorch, "_visible", visible)
+    monkeypatch.setattr(sampling, "_largest", lambda logits: logits.max(-1))
+    return graphs
 
 
 class RecordedGraph(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -16,8 +15,7 @@ from gpt2_infer.engines import batch_step
 from gpt2_infer.engines.batch_step import BatchStep
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.model import KVCache
-from gpt2_infer.request import Request
-from tests.gpt2_infer.engines.common import request_for
+from tests.gpt2_infer.engines.test_continuous import make_requests
 
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 LENGTHS = [3, 9, 1, 7, 20]
@@ -26,25 +24,6 @@ LENGTHS = [3, 9, 1, 7, 20]
 def make_model(dtype: torch.dtype) -> GPT2:
     decoder = "DECODE_SPLIT_KV_VERSION_3"
     return GPT2.from_pretrained("demo", device="cpu", dtype=dtype, decode_attention=decoder)
-
-
-def make_requests(
-    model: GPT2,
-    rng: random.Random,
-    sampling: Sampling,
-    count: int,
-    *,
-    most_tokens: int,
-    new_tokens: int,
-) -> list[tuple[int, Request]]:
-    """Return requests of random prompts; each that is not greedy has a seed of its own."""
-    requests = []
-    for i in range(count):
-        prompt = [rng.randrange(300, 8000) for _ in range(rng.randint(1, most_tokens))]
-        drawn = sampling if sampling.is_greedy else dataclasses.replace(sampling, seed=i)
-        options = {"max_new_tokens": new_tokens, "mode": "kv-cache", "sampling": drawn}
-        requests.append((i, request_for(model, [prompt], **options)))
-    return requests
 
 
 def filled_cache(model: GPT2) -> KVCache:
@@ -62,6 +41,11 @@ def step_over(model: GPT2, cache: KVCache, tokens: Tensor) -> BatchStep:
     return BatchStep(model, cache, tokens, lengths, active, logprobs)
 
 
+def check_exactness(found: Tensor, naive: Tensor, reference: Tensor) -> None:
+    budget = 2 * (naive.double() - reference).abs().max()
+    assert (found.double() - reference).abs().max() <= budget
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "long", [256, pytest.param(2048, marks=pytest.mark.slow)]
@@ -76,12 +60,8 @@ def test_a_step_is_as_exact_as_pytorch(dtype, long, monkeypatch):
     pytorch = model.decode(tokens.clamp(min=0), theirs)
     step = step_over(model, ours, tokens)
     logits = step.logits()
-    for found, naive, reference in (
-        (logits, pytorch, truth),
-        (ours.kv, theirs.kv, expected.kv),
-    ):
-        budget = 2 * (naive.double() - reference).abs().max()
-        assert (found.double() - reference).abs().max() <= budget
+    check_exactness(logits, pytorch, truth)
+    check_exactness(ours.kv, theirs.kv, expected.kv)
     assert torch.equal(ours.seqlens, theirs.seqlens)
 
     step.choose(logits)
@@ -132,12 +112,8 @@ def test_prompts_are_as_exact_as_in_pytorch(dtype):
         cache.logits = one(tokens, seqlens=lengths, cache=cache)[:, 0]
     step = step_over(model, KVCache.allocate(model, len(LENGTHS), 24), torch.zeros(5).long())
     logits = step.prompts(model, ours, tokens, lengths, slots)
-    for found, naive, reference in (
-        (logits, theirs.logits, expected.logits),
-        (ours.kv, theirs.kv, expected.kv),
-    ):
-        budget = 2 * (naive.double() - reference).abs().max()
-        assert (found.double() - reference).abs().max() <= budget
+    check_exactness(logits, theirs.logits, expected.logits)
+    check_exactness(ours.kv, theirs.kv, expected.kv)
     assert not ours.kv[:, :, 1].any()
     assert not ours.kv[..., 16:, :].any()
 
@@ -170,8 +146,8 @@ def test_a_token_is_chosen_as_pytorch_does(dtype, columns):
     [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(1.0, top_k=50, seed=3)],
 )
 def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monkeypatch):
-    model, rng = make_model(torch.float16), random.Random(0)
-    requests = make_requests(model, rng, sampling, 5, most_tokens=20, new_tokens=4)
+    model = make_model(torch.float16)
+    requests = make_requests(model, 5, sampling=sampling, max_new_tokens=4)
     pytorch = dict(Continuous(model, batch=3).run(requests))
     monkeypatch.setattr(batch_step, "refusals", lambda *_: [])
     done = dict(Continuous(model, batch=3).run(requests))
@@ -179,22 +155,10 @@ def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monk
         if one.tokens == pytorch[i].tokens:
             assert one.logprob == pytest.approx(pytorch[i].logprob, abs=0.1)
     assert sum(one.tokens == pytorch[i].tokens for i, one in done.items()) >= 3
-    rng.shuffle(requests)
+    random.Random(1).shuffle(requests)
     for some in (requests[:1], requests):
         again = dict(Continuous(model, batch=3).run(some))
         assert again == {i: done[i] for i, _ in some}
-
-
-def test_unsupported_models_are_refused():
-    model = make_model(torch.bfloat16).float()
-    model.config = dataclasses.replace(model.config, n_embd=8256, n_head=688)
-    assert batch_step.refusals(model, 1) == [
-        "it needs a CUDA device",
-        "dtype float32 (it takes float16, bfloat16)",
-        "688 rows times heads (it takes 1024 or more)",
-        "n_embd 8256 (it takes up to 8192)",
-        "head_dim 12 (it takes multiples of 8)",
-    ]
 
 
 @pytest.mark.slow
@@ -211,10 +175,9 @@ def test_a_large_batch_on_a_gpu(sampling):
     model = GPT2.from_pretrained("demo", device="cuda", dtype="bfloat16")
     assert not batch_step.refusals(model, 256)
     assert batch_step.refusals(model, 8)
-    rng = random.Random(0)
-    requests = make_requests(model, rng, sampling, 400, most_tokens=60, new_tokens=6)
+    requests = make_requests(model, 400, sampling=sampling, most_tokens=60, max_new_tokens=6)
     done = dict(Continuous(model, batch=256).run(requests))
-    rng.shuffle(requests)
+    random.Random(1).shuffle(requests)
     assert done == dict(Continuous(model, batch=256).run(requests))
     exact = GPT2.from_pretrained("demo", device="cuda")
     for i, request in requests[:50]:

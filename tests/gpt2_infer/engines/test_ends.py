@@ -12,7 +12,7 @@ from attention_kernels.ladder import compilers, header
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import ends
 from gpt2_infer.engines.ends import Ends
-from gpt2_infer.product import CSRC, Packed
+from gpt2_infer.product import CSRC
 from gpt2_infer.sampling import Sampling
 from tests.gpt2_infer.engines.common import published, random_model
 
@@ -26,42 +26,6 @@ def unwritten_memory_is_not_zero():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("seqlen", [1, 9])
-@torch.inference_mode()
-def test_the_embeddings_and_their_norm_are_the_modules(seqlen):
-    model = random_model(CONFIG)
-    tokens = torch.randint(0, 3001, (3, 30))
-    tokens[1, 0] = -1
-    wanted = model.embed(tokens[:, :seqlen].clamp(min=0))
-    x, normed = Ends(model).begin(tokens[:, :seqlen], packs=False)
-    assert torch.equal(x, wanted)
-    torch.testing.assert_close(normed, model.h[0].ln_1(wanted), rtol=0, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_a_packed_norm_is_the_same_number_in_two_halves():
-    model = random_model(CONFIG)
-    tokens = torch.randint(0, 3001, (1, 16))
-    _, normed = Ends(model).begin(tokens, packs=False)
-    _, packed = Ends(model).begin(tokens, packs=True)
-    assert isinstance(packed, Packed)
-    chunks = packed.data.view(5, 16 * 32 + 16)
-    scales = chunks[:, -16:]
-    # (chunk, group of 16 k, hi and lo, row % 8, four k, pairs of k, row // 8, k)
-    halves = chunks[:, :-16].contiguous().view(torch.half).view(5, 2, 2, 8, 4, 2, 2, 2).float()
-    rows = halves.sum(2).permute(5, 2, 0, 1, 3, 4, 6).reshape(16, 5, 32)
-    error = rows * scales.t()[..., None] - normed.view(16, 5, 32)
-    assert (error.abs() <= normed.abs().view(16, 5, 32).amax(2, keepdim=True) * 2.0**-22).all()
-
-
-@torch.inference_mode()
-def test_the_last_positions_are_kept():
-    x, heads, lengths = torch.randn(21, 160), torch.randn(21, 160), torch.tensor([7, 1, 4])
-    found = Ends(random_model(CONFIG)).keep(x, heads, lengths)
-    for rows, kept in zip((x, heads), found, strict=True):
-        assert torch.equal(kept, rows[[6, 7, 17]])
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 17])

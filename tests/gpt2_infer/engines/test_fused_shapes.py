@@ -12,104 +12,44 @@ from attention_kernels.ladder import compilers
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.fused import StepShape
 
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "most_rows"),
+    ("width", "dtype", "most_rows", "portable_most_rows"),
     [
-        ((768, 12), torch.float32, 4),
-        ((1024, 16), torch.float32, 0),  # FC2 takes 128 KB
-        ((768, 12), torch.bfloat16, 8),
-        ((1024, 16), torch.bfloat16, 8),
-        ((1280, 20), torch.float16, 8),
-        ((1600, 25), torch.bfloat16, 0),  # FC2 takes 100 KB
+        (768, F32, 4, 8),
+        (1024, F32, 0, 4),  # FC2 takes 128 KB
+        (768, BF16, 8, 8),
+        (1280, F16, 8, 8),
+        (1600, BF16, 0, 8),  # FC2 takes 100 KB
+        (1600, F32, 0, 0),
     ],
 )
-def test_what_fits_in_99_kb(size, dtype, most_rows):
+def test_what_fits_in_99_kb(width, dtype, most_rows, portable_most_rows):
     """A block has 99 KB of shared memory on RTX 40 and 50."""
-    width, heads = size
-    config = GPT2Config(n_embd=width, n_head=heads)
-    shapes = [StepShape(config, dtype, batch, 128, 99 * 1024) for batch in (1, 2, 4, 8)]
-    assert [shape.fits for shape in shapes] == [shape.batch <= most_rows for shape in shapes]
-    assert len({tuple(shape.products.values()) for shape in shapes}) == 1  # packed once
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype", "columns"),
-    [
-        (768, torch.float32, (16, 32)),
-        (1024, torch.float32, (16, 16)),
-        (1280, torch.float32, (8, 16)),
-        (1600, torch.float32, (16, 16)),
-        (768, torch.bfloat16, (32, 32)),
-        (1024, torch.bfloat16, (32, 32)),
-        (1280, torch.bfloat16, (16, 32)),
-        (1600, torch.bfloat16, (32, 32)),
-    ],
-)
-def test_a_block_has_the_columns_that_were_fastest_on_an_h200(width, dtype, columns):
-    shape = StepShape(GPT2Config(n_embd=width, n_head=width // 64), dtype, 1, 132, 227 * 1024)
-    assert tuple(shape.products[name].block_columns for name in ("QKV", "FC")) == columns
-    assert shape.fits
-    assert dataclasses.replace(shape, batch=8).fits
-    assert not dataclasses.replace(shape, shared_bytes=48 * 1024).fits
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype", "batch", "shared_kb", "missing"),
-    [
-        (768, torch.float32, 8, 99, []),
-        (1024, torch.float32, 4, 99, []),
-        (1280, torch.float32, 2, 99, []),
-        (1600, torch.bfloat16, 8, 99, []),
-        (1600, torch.float32, 8, 163, []),
-        (
-            1600,
-            torch.float32,
-            1,
-            99,
-            ["a block of LOGITS needs 115 KB of shared memory, and this device has 99 KB"],
-        ),
-    ],
-)
-def test_what_fits_where_the_portable_step_runs(width, dtype, batch, shared_kb, missing):
     config = GPT2Config(n_embd=width, n_head=width // 64)
-    shape = StepShape(config, dtype, batch, 128, shared_kb * 1024, is_portable=True)
-    assert shape.refusals == missing
+    for is_portable, most in ((False, most_rows), (True, portable_most_rows)):
+        shape = StepShape(config, dtype, 1, 128, 99 * 1024, is_portable=is_portable)
+        shapes = [dataclasses.replace(shape, batch=batch) for batch in (1, 2, 4, 8)]
+        assert [shape.fits for shape in shapes] == [shape.batch <= most for shape in shapes]
+        assert len({tuple(shape.products.values()) for shape in shapes}) == 1  # packed once
 
 
 @pytest.mark.parametrize(
-    ("dtype", "multiprocessors", "shared_kb", "columns"),
+    ("width", "shared_kb", "different", "expected"),
     [
-        (torch.float32, 108, 163, (16, 32)),  # A100
-        (torch.float32, 128, 99, (8, 8)),  # RTX 4090
-        (torch.bfloat16, 128, 99, (32, 32)),
+        (768, 227, {}, True),
+        (768, 227, {"batch": 2}, False),
+        (768, 227, {"is_portable": True}, False),
+        (768, 227, {"clusters": 11}, False),
+        (768, 99, {}, False),
+        (1024, 227, {}, False),
     ],
 )
-def test_with_little_shared_memory_all_blocks_run_at_once(
-    dtype, multiprocessors, shared_kb, columns
-):
-    shape = StepShape(GPT2Config(), dtype, 1, multiprocessors, shared_kb * 1024)
-    assert tuple(shape.products[name].block_columns for name in ("QKV", "FC")) == columns
-    portable = dataclasses.replace(shape, is_portable=True, batch=8)
-    assert portable.products == shape.products  # so that batches give the same bits
-
-
-@pytest.mark.parametrize(
-    ("size", "shared_kb", "different", "expected"),
-    [
-        ((768, 12), 227, {}, True),
-        ((768, 12), 227, {"batch": 2}, False),
-        ((768, 12), 227, {"is_portable": True}, False),
-        ((768, 12), 227, {"clusters": 11}, False),
-        ((768, 12), 99, {}, False),
-        ((1024, 16), 227, {}, False),
-        ((1600, 25), 227, {}, False),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_kernel_runs_all_layers_of_gpt2_small(size, shared_kb, different, expected, dtype):
-    config = GPT2Config(n_embd=size[0], n_head=size[1])
-    shape = StepShape(config, dtype, 1, 132, shared_kb * 1024)
+def test_one_kernel_runs_all_layers_of_gpt2_small(width, shared_kb, different, expected):
+    config = GPT2Config(n_embd=width, n_head=width // 64)
+    shape = StepShape(config, BF16, 1, 132, shared_kb * 1024)
     assert dataclasses.replace(shape, **different).is_one_kernel == expected
 
 
@@ -124,6 +64,3 @@ def test_nvcc_compiles_the_portable_step(dtype, archs):
         shared = resources.LIMITS[arch].shared_kb_per_block * 1024
         shape = StepShape(GPT2Config(), dtype, 1, 128, shared, is_portable=True)
         assert len(resources.compile_version(shape.version(), arch)) == 8
-
-
-# On a GPU

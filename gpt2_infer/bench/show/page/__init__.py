@@ -1,4 +1,4 @@
-"""The report on kernels and results: one HTML file that works from disk, without a network.
+"""The report on kernels: one HTML file that works from disk, without a network.
 
 It needs the extra `report`: Jinja2, and Pygments for highlighting. The page does not depend on when
 or where it is made, so the same input gives the same bytes.
@@ -7,35 +7,25 @@ or where it is made, so the same input gives the same bytes.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from attention_kernels.errors import describe
 from attention_kernels.inspection.accesses import BY_LANE
-from attention_kernels.judge.conformance import Report
-from gpt2_infer.bench.prediction import find_gpu, timed_on
-from gpt2_infer.bench.record import File, ResultsError, Row, Shape, read, timings_of
-from gpt2_infer.bench.show import charts
-from gpt2_infer.bench.show.figures import TIE, beneath, main_rows
+from attention_kernels.judge.suite import Report
+from gpt2_infer.bench.prediction import find_gpu
+from gpt2_infer.bench.record import Row, Shape
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Kernel
-from gpt2_infer.bench.show.pivot import Table, are_numbers
-from gpt2_infer.bench.show.tables import tables
 
 
 def render(
     kernels: Sequence[Kernel],
-    files: Sequence[Measured],
     shape: Shape,
     *,
     predictions: Mapping[str, Bars | str],
@@ -54,13 +44,7 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "code": _code,
-        "right": _is_right,
-        "figure": "{:,}".format,
-        "percent": _percent,
-        "line_links": _line_links,
-    }
+    environment.filters |= {"figure": "{:,}".format, "percent": _percent, "line_links": _line_links}
     return environment.get_template("page.html").render(
         policy="default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"style-src '{_digest(text['css'])}'; script-src '{_digest(text['js'])}'",
@@ -72,12 +56,9 @@ def render(
         labels=labels,
         verdicts=verdicts,
         most_failures=SHOWN_FAILURES,
-        files=files,
         counters=source.COUNTERS,
         lane_map=lanes.lane_map,
         by_lane=BY_LANE,
-        runs=source.runs,
-        tie=TIE,
     )
 
 
@@ -91,12 +72,12 @@ class Bar(NamedTuple):
     note: str
     us: float
     kind: str
-    """"need", "lost", "predicted" or "measured"."""
+    """"need", "lost" or "predicted"."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A prediction, its parts, and the measurements of the same version file."""
+    """A prediction and its parts."""
 
     title: str
     bars: list[Bar]
@@ -107,89 +88,11 @@ class Bars:
         return max(bar.us for bar in self.bars)
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A chart, drawn as in the documents."""
-
-    title: str
-    svg: bytes
-
-    @property
-    def url(self) -> str:
-        """The chart as a data URL: as an image it shares no ids or styles with the page."""
-        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A results file on the page."""
-
-    path: Path
-    file: File
-
-    @property
-    def slug(self) -> str:
-        """The identifier in the page's URL fragments."""
-        return re.sub(r"[^a-z0-9]+", "-", self.path.stem.lower())
-
-    @functools.cached_property
-    def tables(self) -> list[Table]:
-        """The same tables as in the documents."""
-        return tables(self.path.name, self.file)
-
-    @functools.cached_property
-    def pictures(self) -> list[Picture]:
-        """The charts of the file."""
-        drawn = charts.render(self.file).items()
-        return [Picture(f"{self.file.task}, {name}", svg) for name, svg in drawn]
-
-    @property
-    def warnings(self) -> Iterator[str]:
-        """Warnings about samples that are faster than the GPU can be."""
-        for row in main_rows(self.file) if self.file.study["kind"] == "kernel" else ():
-            count, floor = beneath(row, self.file.provenance.limits) or (0, 0.0)
-            if count:
-                yield (
-                    f"\u2691 {row.contender}, N={row.cell['seqlen']}: {count} of "
-                    f"{len(row.samples)} samples are below {floor:.2f} us, the minimum at the "
-                    "copy bandwidth and arithmetic rate of that run."
-                )
-
-    @property
-    def provenance(self) -> Iterator[tuple[str, str]]:
-        """The provenance of the results, as labels and texts."""
-        for name, value in msgspec.to_builtins(self.file.provenance).items():
-            if value is not None:
-                yield name.replace("_", " "), _words(value)
-
-
-def measured(path: Path) -> Measured:
-    """Read and draw a file before minutes of counting.
-
-    Raises ResultsError, also if it lacks what other files of its kind have.
-    """
-    found = Measured(path, read(path))
-    try:
-        _ = found.tables, found.pictures, [*found.warnings]
-    except Exception as error:
-        kind, reason = found.file.study["kind"], describe(error)
-        raise ResultsError(f"{path} is not as studies of kind {kind} are: {reason}") from error
-    return found
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_words(one)}" for name, one in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_words, value))
-    return f"{value:g}" if isinstance(value, float) else f"{value}"
-
-
-def bars(row: Row, gpu: str, files: Sequence[File]) -> Bars | str:
+def bars(row: Row, gpu: str) -> Bars | str:
     """Return the parts of a prediction, or the reason against it."""
     if not row.samples:
         return row.reason
-    card, found = find_gpu(gpu), row.extra
+    found = row.extra
     notes = {"load-store unit": "shared memory, L1 and shuffles together"}
     needs = sorted(found["needs_us"].items(), key=lambda need: -need[1])
     bars = [Bar(name, notes.get(name, ""), us, "need") for name, us in needs if us >= 0.05]
@@ -203,11 +106,7 @@ def bars(row: Row, gpu: str, files: Sequence[File]) -> Bars | str:
         if found.get(key)
     ]
     bars.append(Bar("predicted", f"bound by {found['bound']}", row.median, "predicted"))
-    for file in timed_on(card, files):
-        for one in timings_of(row, main_rows(file)):
-            note = f"{file.task}; predicted {row.median / one.median:.2f} times"
-            bars.append(Bar("measured", note, one.median, "measured"))
-    return Bars(f"Predicted for {card.name}, microseconds, {row.kernel}", bars)
+    return Bars(f"Predicted for {find_gpu(gpu).name}, microseconds, {row.kernel}", bars)
 
 
 def _text(name: str) -> str:
@@ -219,16 +118,6 @@ def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def _code(text: str) -> Markup:
-    """Convert a text with code in backquotes to HTML."""
-    return Markup("").join(_spans(text))
-
-
-def _spans(text: str) -> Iterator[Markup]:
-    for i, part in enumerate(re.split(r"`([^`]*)`", text)):
-        yield Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
-
-
 def _line_links(text: str, kernel: Kernel) -> Markup:
     """Return a text in which each line of the kernel's source is a link to it."""
     link = rf'<a href="#{kernel.slug}:\1">\g<0></a>'
@@ -236,9 +125,4 @@ def _line_links(text: str, kernel: Kernel) -> Markup:
 
 
 def _percent(share: float, digits: int = 1) -> str:
-    rounded = round(100 * share, digits) + 0.0  # not -0
-    return f"{rounded:.{digits}f}\u00a0%"
-
-
-def _is_right(table: Table, column: int) -> bool:
-    return are_numbers(row[column].lstrip("+\u2212") for row in table.rows)
+    return f"{100 * share:.{digits}f}\u00a0%"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from attention_kernels.inspection.accesses import Access
-from gpt2_infer.bench.show.page.source import busy_banks
+from gpt2_infer.bench.show.figures import group_by
 
 _CELL = 9
 _LANES = 32
@@ -39,6 +39,22 @@ def lane_map(access: Access) -> Markup:
         path = "".join(f"M{x} {y}h{_CELL - 1}" for x, y in places)
         parts += [f'<path class="{look}" d="{path}"/>'] if path else []
     return Markup(f'<svg class="map" width="{len(names) * _CELL}">{"".join(parts)}</svg>')
+
+
+def busy_banks(access: Access) -> set[tuple[int, int]]:
+    """Return (lane, bank) pairs in conflict: lanes served together need different words."""
+    group = 32 if access.bytes <= 4 else max(1, 128 // access.bytes)
+    wanted = [
+        (lane, (offset + byte) // 4)
+        for lane, offset in enumerate(access.costliest.offsets)
+        if offset is not None
+        for byte in range(0, access.bytes, 4)
+    ]
+    found = set[tuple[int, int]]()
+    for (_, bank), here in group_by(wanted, lambda one: (one[0] // group, one[1] % 32)).items():
+        if len({word for _, word in here}) > 1:
+            found |= {(lane, bank) for lane, _ in here}
+    return found
 
 
 def _text(x: int, y: int, words: str, anchor: str = "start") -> str:

@@ -15,9 +15,8 @@ from pygments.token import Comment, Keyword, Literal
 
 from attention_kernels.inspection.accesses import Access
 from attention_kernels.inspection.sass.stalls import StalledLine, Stalls
-from attention_kernels.judge.conformance import Failure
+from attention_kernels.judge.suite import Failure
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench.show.figures import group_by
 
 COUNTERS = {
     "requests": "warps executing an access",
@@ -67,7 +66,7 @@ class Kernel:
     refused: str = ""
     stalls: Stalls | None = None
     found_wrong: Sequence[Failure] = ()
-    """What the judge found, in the order in which it did."""
+    """The judge's failures, in order."""
 
     @property
     def slug(self) -> str:
@@ -76,7 +75,7 @@ class Kernel:
 
     @cached_property
     def failures(self) -> list[Failure]:
-        """What the judge found wrong, once each: what names a line, such as a race, first."""
+        """The judge's failures, one per reason; those that name a line, such as a race, first."""
         by_reason: dict[str, Failure] = {}
         for failure in self.found_wrong:
             by_reason.setdefault(failure.why, failure)
@@ -84,7 +83,7 @@ class Kernel:
 
     @property
     def place(self) -> re.Pattern[str]:
-        """What a message calls a line of the source."""
+        """The pattern by which a message names a line of the source."""
         return re.compile(rf"\b{re.escape(self.version.path.name)}:(\d+)")
 
     @cached_property
@@ -143,38 +142,3 @@ def _highlight(text: str) -> Iterator[Markup]:
 def _joined(line: Markup) -> Markup:
     """Merge adjacent elements of the same kind."""
     return Markup(re.sub(r"</(\w+)>( *)<\1>", r"\2", line))
-
-
-# ---- One request ---------------------------------------------------------------------------------
-
-
-def runs(offsets: Sequence[int | None]) -> list[tuple[int, int, int, int]]:
-    """Return runs of lanes: first lane, last lane, first offset, step from lane to lane."""
-    found: list[tuple[int, int, int, int]] = []
-    for lane, offset in enumerate(offsets):
-        if offset is None:
-            continue
-        if found:
-            first, last, start, step = found[-1]
-            now = offset - start - step * (last - first)
-            if last == lane - 1 and (first == last or now == step):
-                found[-1] = (first, lane, start, now)
-                continue
-        found.append((lane, lane, offset, 0))
-    return found
-
-
-def busy_banks(access: Access) -> set[tuple[int, int]]:
-    """Return (lane, bank) pairs in conflict: lanes served together need different words."""
-    group = 32 if access.bytes <= 4 else max(1, 128 // access.bytes)
-    wanted = [
-        (lane, (offset + byte) // 4)
-        for lane, offset in enumerate(access.costliest.offsets)
-        if offset is not None
-        for byte in range(0, access.bytes, 4)
-    ]
-    found = set[tuple[int, int]]()
-    for (_, bank), here in group_by(wanted, lambda one: (one[0] // group, one[1] % 32)).items():
-        if len({word for _, word in here}) > 1:
-            found |= {(lane, bank) for lane, _ in here}
-    return found

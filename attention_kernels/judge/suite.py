@@ -1,11 +1,11 @@
-"""The conformance suite: what a backend must get right before anyone times it.
+"""The suite: the checks that a backend must pass before anyone times it.
 
 It is library code, so that others can test their own backends with it. cases.py defines the inputs,
-reference.py the allowed error, and worker.py where the backend runs.
+truth.py the allowed error, and worker.py where the backend runs.
 
-A check is a generator: it yields requests, receives their outputs, and returns what it found. While
-the backend is loaded or answers one request, the judge draws the inputs of the next ones, computes
-their references, and judges the one before.
+A check is a generator: it yields requests, receives their outputs, and returns what is wrong. While
+the backend is loaded or answers one request, the judge draws the inputs of the next ones and
+computes their references.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import itertools
 import math
 import random
 import secrets
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,46 +29,43 @@ from tqdm import tqdm
 
 from attention_kernels import registry
 from attention_kernels.contract import dtype_name
-from attention_kernels.errors import (
-    ArgumentError,
-    UnsupportedError,
-)
+from attention_kernels.errors import ArgumentError, AttentionError, UnsupportedError
 from attention_kernels.judge.caller import threads
-from attention_kernels.judge.calls import Op, Request, describe_error
+from attention_kernels.judge.calls import Outputs, Request, describe_error
 from attention_kernels.judge.cases import ANY_HEAD_DIM, ordered_cases, with_few_shapes
-from attention_kernels.judge.driver import Check, Driver, Found, Steps, What, run_check
-from attention_kernels.judge.inputs import LARGE, Case, DecodeCase
+from attention_kernels.judge.inputs import LARGE, Case, DecodeCase, Op
 from attention_kernels.judge.process import EndedError
-from attention_kernels.judge.reference import Truth, Verdict, check_precision, extent, truth
+from attention_kernels.judge.truth import Truth, Verdict, check_precision, extent, truth
 from attention_kernels.judge.worker import TIMEOUT_S, Runner, open_runner
 from attention_kernels.registry import BackendSpec
 
-__all__ = [
-    "Case",
-    "DecodeCase",
-    "Failure",
-    "Report",
-    "describe_error",
-    "future_leaks",
-    "run_case",
-    "verify",
-]
-
-# The suite stops after this many failures: more would say nothing new.
-MOST_FAILURES = 20
+# What a failing kernel raises. CUDA reports a failed launch at a later, unrelated call of torch's,
+# as a RuntimeError.
+KERNEL_ERRORS = (AttentionError, RuntimeError)
+# The suite stops after this many failures: more would say nothing new. It also stops after this
+# many refusals if the backend has taken nothing.
+MOST_FAILURES, MOST_REFUSALS = 20, 200
 # How many times small cases are repeated. A random fault in one call of a thousand is missed with
 # probability 0.999^5000 = 0.7 %. The emulator is slow and deterministic, so it repeats less.
 REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
-PROGRESS_S = 10.0  # between two progress lines, if standard error is not a terminal
 # The most work of a case that is judged on the CPU. No case of a quick run has more, so its judge
 # does not start CUDA.
 JUDGED_ON_CPU = 1e8
+# The most bytes of inputs of requests that are prepared ahead; references take as much again.
+MOST_AHEAD = 2**26
 # How many cases run before repeated calls.
 CHEAP = 200
 # The share of what the whole suite tries that a quick run tries, on a device and emulated, and the
 # share of planted faults that show in it; see tests/attention_kernels/judge/faults.py.
 QUICK, QUICK_EMULATED, QUICK_SHARE = 0.88, 0.905, 0.95
+
+What: TypeAlias = Case | DecodeCase | str
+"""A case, or the name of another check."""
+Found: TypeAlias = Verdict | str | None
+"""The outcome of a check: a verdict, or what is wrong, if anything."""
+Steps: TypeAlias = Generator[Request, Outputs, Found]
+Check: TypeAlias = tuple[What, Callable[[], Steps]]
 
 
 def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | str) -> Verdict:
@@ -86,9 +82,60 @@ def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut:
     return run_check(Runner(spec, str(device)), leaks(case, [cut]))  # type: ignore[return-value]
 
 
+def run_check(runner: Runner, steps: Steps) -> Found:
+    """Take all steps of a check, one after the other."""
+    request = next(steps)
+    while True:
+        try:
+            request = steps.send(runner.call(request))
+        except StopIteration as found:
+            return found.value  # type: ignore[no-any-return]
+
+
+class Driver:
+    """Runs the checks of a backend, and prepares the next ones while it is loaded or answers."""
+
+    def __init__(self, runner: Runner, checks: Sequence[Check]) -> None:
+        self.runner, self.total = runner, len(checks)
+        self._left = iter(checks)
+        self._ready: deque[tuple[What, Steps, Request]] = deque()
+
+    def prepare(self) -> None:
+        """Prepare requests until the backend has answered."""
+        while not self.runner.has_answered():
+            if sum(len(request.block) for _, _, request in self._ready) > MOST_AHEAD:
+                return
+            if not self._begin():
+                return
+
+    def run(self) -> Iterator[tuple[What, Found | Exception]]:
+        """Yield the outcome of each check, or the exception that ended it."""
+        while self._ready or self._begin():
+            what, steps, request = self._ready.popleft()
+            self.runner.send(request)
+            self.prepare()
+            try:
+                outputs = self.runner.receive()
+            except KERNEL_ERRORS as error:
+                yield what, error
+                continue
+            try:
+                self._ready.appendleft((what, steps, steps.send(outputs)))
+            except StopIteration as found:
+                yield what, found.value
+
+    def _begin(self) -> bool:
+        """Prepare the first request of the next check, if one is left."""
+        for what, start in self._left:
+            steps = start()
+            self._ready.append((what, steps, next(steps)))
+            return True
+        return False
+
+
 def judged(runner: Runner, case: Case | DecodeCase, **options: Any) -> Steps:
     """Run one case and judge its output; a changed input is a failure. options: of Calls."""
-    request = request_of(case, [case.inputs("cpu")], **options)
+    request = Request.of(case, [case.inputs("cpu")], **options)
     right = _truth(runner, case, request.sets[0])
     found = yield request
     if found.fault:
@@ -106,7 +153,7 @@ def leaks(case: Case, cuts: Sequence[int]) -> Steps:
         sets = [case.inputs("cpu") for _ in range(2)]
         for later in (x[:, cut:] for x in sets[1][1:]):
             later.copy_(later.sign() * -LARGE[case.dtype])
-        found = yield request_of(case, sets, order=[0, 1])
+        found = yield Request.of(case, sets, order=[0, 1])
         before, after = found.o
         changed = before[:, :cut] != after[:, :cut]  # NaN is not equal to itself
         if found.fault:
@@ -115,7 +162,7 @@ def leaks(case: Case, cuts: Sequence[int]) -> Steps:
             continue
         if not before.isfinite().all():
             return f"the output is not finite: {extent(~before.isfinite())}"
-        repeated = yield request_of(case, sets[:1], order=[0] * 4)
+        repeated = yield Request.of(case, sets[:1], order=[0] * 4)
         for again in repeated.o:
             if not torch.equal(before, again):
                 return (
@@ -140,7 +187,7 @@ def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> St
     for half in range(2):
         inputs = [dataclasses.replace(case, seed=case.seed + 1000 * half) for case in cases]
         sets = [case.inputs("cpu") for case in inputs]
-        request = request_of(inputs[0], sets, order=order, again=count)
+        request = Request.of(inputs[0], sets, order=order, again=count)
         found = yield request
         for call, (place, o) in enumerate(zip(order, found.o, strict=True)):
             if call < count or not torch.equal(o, found.o[place]):
@@ -157,17 +204,6 @@ def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> St
     return None
 
 
-def request_of(
-    case: Case | DecodeCase, sets: Sequence[Sequence[Tensor]], **options: Any
-) -> Request:
-    """Return a request to call a backend as in a case, on sets of inputs."""
-    options["softmax_scale"] = case.softmax_scale
-    if isinstance(case, Case):
-        options["is_causal"] = case.is_causal
-    op: Op = "attention" if isinstance(case, Case) else "decode"
-    return Request(op, sets, **options)
-
-
 @dataclass(frozen=True)
 class Failure:
     """A failed check: what was checked and what is wrong, a phrase each."""
@@ -182,7 +218,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """What verify() found."""
+    """The outcome of verify()."""
 
     spec: BackendSpec
     device: str
@@ -215,7 +251,10 @@ class Report:
         return self.cases > 0 and not self.failures
 
     def note(self, what: What, found: Found | Exception) -> None:
-        """Add the outcome of a check: a verdict, what is wrong, if anything, or an exception."""
+        """Add the outcome of a check."""
+        if isinstance(found, UnsupportedError):
+            self._note_refusal(what, "; ".join(found.reasons))
+            return
         self.checks += 1
         why = "" if found is None else str(found)
         if isinstance(found, Verdict) and found.passed:
@@ -236,8 +275,16 @@ class Report:
         if isinstance(found, Verdict) and found.nearness > nearest:
             self.worst = what, found
 
+    def _note_refusal(self, what: What, reasons: str) -> None:
+        """Add a refusal, unless another case was refused for the same reasons."""
+        if isinstance(what, str):
+            self.refusals.append(f"{what}: {reasons}")
+        elif not any(text.endswith(f": {reasons}") for text in self.refusals):
+            case = f"seqlen {what.seqlen}, head_dim {what.head_dim}, {dtype_name(what.dtype)}"
+            self.refusals.append(f"{case}: {reasons}")
 
-def suite(
+
+def cases_for(
     runner: Runner, dtypes: Sequence[torch.dtype], seed: int, *, quick: bool = False
 ) -> list[Case | DecodeCase]:
     """Return every case for a backend, those that find the most in their time first.
@@ -248,7 +295,8 @@ def suite(
     options: dict[str, Any] = {
         "is_emulated": runner.is_emulated,
         "has_groups": spec.supports_gqa,
-        "is_aligned": spec.version is not None,  # the op of a version file refuses other addresses
+        # The op of a version file refuses other addresses, also under an alias.
+        "is_aligned": spec.version is not None or spec.chooses is not None,
     }
     has: dict[Op, bool] = {"attention": runner.has_attention, "decode": runner.has_decode}
     arguments = spec.head_dims or ANY_HEAD_DIM, dtypes, seed
@@ -266,12 +314,12 @@ def suite(
 
 
 def checks_of(
-    runner: Runner, dtypes: Sequence[torch.dtype], seed: int, *, quick: bool = False
+    runner: Runner, dtypes: Sequence[torch.dtype], seed: int, quick: bool = False
 ) -> list[Check]:
     """Return the checks of a backend, those that find the most first."""
     found: list[Check] = [
         (case, functools.partial(judged, runner, case))
-        for case in suite(runner, dtypes, seed, quick=quick)
+        for case in cases_for(runner, dtypes, seed, quick=quick)
     ]
     found[CHEAP:CHEAP] = _more_checks(runner, dtypes[0], seed)
     if runner.has_attention:
@@ -314,66 +362,47 @@ def verify(
     seed = secrets.randbelow(2**31) if seed is None else seed
     if not 0 <= seed < 2**62:
         raise ArgumentError(f"the seed must be between 0 and 2^62 - 1, not {seed}")
-    drivers: list[Driver] = []
-
-    def start(runner: Runner) -> Driver:
-        spec = runner.spec
-        if unknown := [name for name in dtypes if name not in spec.dtypes]:
-            reason = f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"
-            raise UnsupportedError(spec.name, [reason])
-        wanted = [getattr(torch, name) for name in dtypes or spec.dtypes]
-        return Driver(runner, checks_of(runner, wanted, seed, quick=quick))
-
-    def meanwhile(runner: Runner) -> None:
-        drivers.append(start(runner))
-        drivers[0].prepare()
-
     # The rest of the cores is the kernel's: both compute at the same time.
     with threads(max(1, torch.get_num_threads() // 2)), contextlib.ExitStack() as stack:
         try:
-            runner = open_runner(what, device, timeout_s=timeout_s, races=True, meanwhile=meanwhile)
+            runner = open_runner(what, device, timeout_s=timeout_s, races=True, load=False)
+            stack.enter_context(contextlib.closing(runner))
+            driver = Driver(runner, checks_of(runner, _dtypes(runner.spec, dtypes), seed, quick))
+            driver.prepare()
+            runner.load()
         except EndedError as error:
             report = Report(registry.stand_in(str(what)), device, seed)
             report.note("loading it", error)
             on_failure(report.failures[0])
             return report
-        stack.enter_context(contextlib.closing(runner))
-        driver = next((one for one in drivers if one.runner is runner), None) or start(runner)
         report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)
-        bar = _Progress(report) if progress else None
-        for done, (check, found) in enumerate(driver.run(), 1):
-            if bar:
-                bar.update(done)
+        checks = tqdm(
+            driver.run(),
+            desc=runner.spec.name,
+            total=driver.total,
+            unit="check",
+            disable=None if progress else True,  # None: unless it is a terminal
+        )
+        for done, (check, found) in enumerate(checks, 1):
             on_check(done, report.total)
             report.calls = runner.calls
-            if isinstance(found, UnsupportedError):
-                report.refusals += driver.refused.add(check, found)
-                continue
-            driver.refused.take(check)
             failed = len(report.failures)
             report.note(check, found)
             for failure in report.failures[failed:]:
                 on_failure(failure)
-            if report.stopped or len(report.failures) >= max_failures:
+            takes_nothing = not report.cases and done >= MOST_REFUSALS
+            if report.stopped or takes_nothing or len(report.failures) >= max_failures:
                 report.stopped = report.checks < report.total
                 break
         return report
 
 
-class _Progress:
-    """Shows how many checks are done: a bar on a terminal, else a line now and then."""
-
-    def __init__(self, report: Report) -> None:
-        self._report, self._told = report, time.monotonic()
-        self._bar = tqdm(total=report.total, desc=report.spec.name, unit="check", disable=None)
-
-    def update(self, done: int) -> None:
-        """Show the number of checks that are done."""
-        self._bar.update(done - self._bar.n)
-        if self._bar.disable and time.monotonic() - self._told > PROGRESS_S:
-            self._told = time.monotonic()
-            line = f"{self._report.spec.name}: {done} of {self._report.total} checks"
-            print(line, file=sys.stderr, flush=True)
+def _dtypes(spec: BackendSpec, names: Sequence[str]) -> list[torch.dtype]:
+    """Return the dtypes of these names, or all; raises UnsupportedError."""
+    if unknown := [name for name in names if name not in spec.dtypes]:
+        reason = f"dtype {', '.join(unknown)} (it takes {', '.join(spec.dtypes)})"
+        raise UnsupportedError(spec.name, [reason])
+    return [getattr(torch, name) for name in names or spec.dtypes]
 
 
 def _future_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> Iterator[Check]:
@@ -397,7 +426,7 @@ def race_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> Ite
     """Yield calls of a version that is built for the emulator to report shared-memory races."""
 
     def races(case: Case | DecodeCase) -> Steps:
-        yield request_of(case, [case.inputs("cpu")], races=True)
+        yield Request.of(case, [case.inputs("cpu")], races=True)
         return None
 
     for dtype, head_dim in itertools.product(dtypes, runner.spec.head_dims):
