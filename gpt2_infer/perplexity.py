@@ -49,16 +49,10 @@ class Score:
     """The mean difference from NAIVE_PYTORCH in the same dtype, in nats per token."""
     standard_error: float
     """The standard error of the difference, over tokens."""
-
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the nats per token."""
-        return math.exp(self.nats / self.tokens)
-
-    @property
-    def standard_errors(self) -> float:
-        """The difference in units of its standard error; 0 if that is 0."""
-        return self.difference / self.standard_error if self.standard_error else 0.0
+    perplexity: float
+    """The exponential of the nats per token."""
+    standard_errors: float
+    """The difference in units of its standard error; 0 if that is 0."""
 
 
 def read_text(path: Path, model: GPT2, *, max_tokens: int | None = None) -> Text:
@@ -171,11 +165,14 @@ def make_score(backend: str, nats: torch.Tensor, baseline: torch.Tensor, text: T
     """Return the score of a backend from its token_nats() and NAIVE_PYTORCH's."""
     apart = nats - baseline
     total, count = nats.sum().item(), len(nats)
+    difference, standard_error = apart.mean().item(), apart.std().item() / count**0.5
     return Score(
         backend=backend,
         tokens=count,
         nats=total,
         bits_per_byte=total / math.log(2) / text.bytes,
-        difference=apart.mean().item(),
-        standard_error=apart.std().item() / count**0.5,
+        difference=difference,
+        standard_error=standard_error,
+        perplexity=math.exp(total / count),
+        standard_errors=difference / standard_error if standard_error else 0.0,
     )

@@ -298,35 +298,33 @@ class Product:
 
     def __call__(self, x: Activation, *, gelu: bool = False) -> Tensor:
         """Map x, contiguous (m, k), to (m, n); gelu applies GELU's tanh form."""
-        y = self._plain(x)
+        y = self._empty(x)
         self._launch(x, y, GELU if gelu else BIAS)
         return y
 
     def add_to(self, residual: Tensor, x: Activation, norm: nn.LayerNorm | None = None) -> Tensor:
         """Add x W + b to residual, contiguous (m, n), in place; return it, or its norm if given."""
-        y = residual if norm is None else self._plain(x)
+        y = residual if norm is None else self._empty(x)
         self._launch(x, y, RESIDUAL, residual, norm)
         return y
 
     def hidden(self, x: Activation) -> Activation:
         """Return self(x, gelu=True), for another product."""
-        y = self._for_product(x)
+        y = self._packed(x) if self.packs else self._empty(x)
         self._launch(x, y, GELU)
         return y
 
     def add_and_norm(self, residual: Tensor, x: Activation, norm: nn.LayerNorm) -> Activation:
         """Return self.add_to(residual, x, norm), for another product."""
-        y = self._for_product(x)
+        y = self._packed(x) if self.packs else self._empty(x)
         self._launch(x, y, RESIDUAL, residual, norm)
         return y
 
-    def _plain(self, x: Activation) -> Tensor:
+    def _empty(self, x: Activation) -> Tensor:
         return self.bias.new_empty(_rows(x), self.shape[1])
 
-    def _for_product(self, x: Activation) -> Activation:
-        if self.packs:
-            return Packed.empty(_rows(x), self.shape[1], self.bias)
-        return self._plain(x)
+    def _packed(self, x: Activation) -> Packed:
+        return Packed.empty(_rows(x), self.shape[1], self.bias)
 
     @property
     def packs(self) -> bool:

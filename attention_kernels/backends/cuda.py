@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,31 +15,24 @@ from attention_kernels.ladder import register_ladder, versions
 from attention_kernels.ladder.header import CSRC, HEAD_DIMS, version_number
 from attention_kernels.registry import BackendSpec, get_backend, register, untraced
 
-register_ladder(
-    CSRC / "fp32",
-    name=lambda file: f"CUSTOM_CUDA_VERSION_{version_number(file)}",
-    op_prefix="",  # the op of version 7 is attention_kernels::v07
-)
-register_ladder(
-    CSRC / "wmma_fa2",
-    name=lambda file: f"WMMA_FLASH_ATTENTION_2_VERSION_{version_number(file)}",
-)
-register_ladder(
-    CSRC / "fa1",
-    name=lambda file: f"FLASH_ATTENTION_1_{file.stem.split('_', 1)[1].upper()}",
-)
-register_ladder(
-    CSRC / "ablation",
-    name=lambda file: f"ABLATION_STEP_{version_number(file)}",
-)
-register_ladder(
-    CSRC / "hopper",
-    name=lambda file: f"HOPPER_VERSION_{version_number(file)}",
-)
-register_ladder(
-    CSRC / "decode",
-    name=lambda file: f"DECODE_SPLIT_KV_VERSION_{version_number(file)}",
-)
+LADDERS = {
+    "fp32": "CUSTOM_CUDA_VERSION_{}",
+    "wmma_fa2": "WMMA_FLASH_ATTENTION_2_VERSION_{}",
+    "fa1": "FLASH_ATTENTION_1_{}",
+    "ablation": "ABLATION_STEP_{}",
+    "hopper": "HOPPER_VERSION_{}",
+    "decode": "DECODE_SPLIT_KV_VERSION_{}",
+}
+
+
+def _name(file: Path) -> str:
+    ladder, (_, words) = file.parent.name, file.stem.split("_", 1)
+    return LADDERS[ladder].format(words.upper() if ladder == "fa1" else version_number(file))
+
+
+for _folder in LADDERS:
+    # The op of version 7 of the first ladder is attention_kernels::v07.
+    register_ladder(CSRC / _folder, name=_name, op_prefix="" if _folder == "fp32" else None)
 
 
 # The lengths up to which other versions are the fastest: see kernel-fp32, kernel-fp32-later,

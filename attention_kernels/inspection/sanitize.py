@@ -21,7 +21,9 @@ from torch import Tensor
 
 from attention_kernels import child, ladder
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnsupportedError
-from attention_kernels.judge.suite import Case, DecodeCase, describe_error, race_checks, run_check
+from attention_kernels.judge.calls import describe_error
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import race_checks, run_check
 from attention_kernels.judge.worker import open_runner
 from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec

@@ -1,4 +1,4 @@
-"""The kernel's end: what happens in a worker's process, where calls are made and timed.
+"""The kernel's end: makes and times calls in a worker's process.
 
 A Caller reads its inputs from one block of memory and copies the outputs to another.
 """
@@ -11,6 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -40,6 +41,7 @@ from attention_kernels.judge.calls import (
 from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
 
+Kernel: TypeAlias = Callable[..., Tensor]
 # Two words fill, in turn, memory that nobody has written: a NaN in every dtype, which fmaxf() and
 # comparisons ignore, and a word that is large and finite in every dtype.
 POISONS = "7ff47ff4", "70e070e0"
@@ -99,7 +101,7 @@ class Caller:
         self._poisons = itertools.cycle(POISONS)
 
     def answer(self, message: Message) -> Reply:
-        """Do what a message says; report an exception, and a changed setting of torch's."""
+        """Carry out a message; report exceptions and changed settings of torch."""
         try:
             with threads(message.threads if isinstance(message, Calls) else 0):
                 before = _settings()
@@ -132,8 +134,8 @@ class Caller:
         on_host = self.given.tensor[: calls.given_bytes]
         if self._timed is None or self._timed.calls != calls:
             self._timed = None  # frees its memory first
-            kernel = self._kernel(calls)
-            self._timed = _Timed(kernel, on_host, calls, self.device, graph=self.spec.cuda_graphs)
+            block = on_host.to(self.device, copy=True)
+            self._timed = _Timed(self._kernel(calls), block, calls, graph=self.spec.cuda_graphs)
         self._timed.renew(on_host)
         return Reply(workspace=self._timed.workspace)
 
@@ -163,7 +165,7 @@ class Caller:
                 host.copy_(device)
         return Reply()
 
-    def _kernel(self, calls: Calls) -> Callable[..., Tensor]:
+    def _kernel(self, calls: Calls) -> Kernel:
         spec = self.race_checked if calls.races else self.spec
         scale = calls.softmax_scale
         if calls.op == "decode":
@@ -185,18 +187,8 @@ class _Timed:
     stopped, so that no call can be left out because nobody looks at its output.
     """
 
-    def __init__(
-        self,
-        kernel: Callable[..., Tensor],
-        on_host: Tensor,
-        calls: Calls,
-        device: str,
-        *,
-        graph: bool,
-    ) -> None:
-        self.calls, self.workspace = calls, 0
-        self.is_cuda = device == "cuda"
-        self._block = on_host.to(device, copy=True)
+    def __init__(self, kernel: Kernel, block: Tensor, calls: Calls, *, graph: bool) -> None:
+        self.calls, self.workspace, self._block = calls, 0, block
         unpacked = calls.tensors(self._block)
         sets = [unpacked[place] for place in calls.order]
         self._dtype = sets[0][0].dtype
@@ -206,7 +198,7 @@ class _Timed:
             return [kernel(*inputs) for inputs in sets]
 
         self._pass: Callable[[], list[Tensor]] = one_pass
-        if self.is_cuda:
+        if block.is_cuda:
             self.workspace = _workspace(lambda: kernel(*sets[0]))
             if graph:
                 self._pass = _graph(one_pass)
@@ -214,7 +206,7 @@ class _Timed:
 
     def renew(self, on_host: Tensor) -> None:
         """Copy new numbers to the inputs; a GPU makes an untimed run before, to raise its clock."""
-        if not self.is_cuda:
+        if not self._block.is_cuda:
             self._block.copy_(on_host)
             return
         on_device = on_host.to("cuda")
@@ -229,7 +221,7 @@ class _Timed:
     def run(self, passes: int = 1) -> float:
         """Make all calls, `passes` times; return the seconds, and keep the outputs."""
         self._outputs.clear()
-        if not self.is_cuda:
+        if not self._block.is_cuda:
             started = time.perf_counter()
             found = [self._pass() for _ in range(passes)]
             seconds = time.perf_counter() - started

@@ -110,7 +110,7 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     softmax_scale: float | None = None
     is_causal: bool = True
     again: int = 0
-    """How many of the first outputs come back once more as they are after the last call."""
+    """How many of the first outputs are handed over again after the last call."""
     threads: int = 0
     """The number of torch's threads; 0: the default."""
     races: bool = False
@@ -178,7 +178,7 @@ class Reply(msgspec.Struct, frozen=True):
 
     status: Literal["done", "refused", "failed", "unavailable", "unknown"] = "done"
     text: str = ""
-    """What went wrong, or what was asked for."""
+    """The cause of a failure, or the requested description."""
     reasons: list[str] = []
     """For a refusal: every reason. For an unknown backend: similar names."""
     seconds: float = 0.0

@@ -14,7 +14,7 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
@@ -70,15 +70,21 @@ LAYOUTS = (
     tuple(", ".join(x) for x in itertools.product(PLACES, repeat=3) if len({*x}) > 1),
 )
 UNALIGNED = ("unaligned",)
-# The most multiplications of a score by a value, in a case of: three values that are combined; any
-# values, emulated and not; sizes that are free within their ranges; and GPT-2's own batches.
+OF_ATTENTION: dict[str, Sequence[Any]] = {"is_causal": (True, False)}
+OF_DECODE: dict[str, Sequence[Any]] = {
+    "lengths": ("equal", "the first is the longest", "a later one is the longest"),
+    "room": (range(1), range(1, 32)),
+}
+# Limits of Case.work: of cases whose triples of values count; of all cases, on a device and
+# emulated; of sizes that are drawn freely from their ranges; and of GPT-2's own batches.
 LARGEST_WORK_OF_TRIPLE = 2.5e6
 LARGEST_WORK, USUAL_WORK, GPT2_WORK = (3e8, 2e7), (1e7, 5e5), 5e7
-# What a call and a block of 64 rows cost besides work. On a GPU work is cheap.
+# The cost of a call, on a device and emulated, and of a block of 64 rows, in units of work.
 CALL_COST, BLOCK_COST = (1e7, 5e4), 2e4
-# How many cases are drawn at once, and of each length and mask, and of each width.
+SIZES = "batch", "num_heads", "group", "head_dim", "seqlen"
+# How many cases are drawn at once; how many of each length and mask; how many of each width.
 DRAWN, DRAWN_OF_LENGTH, DRAWN_OF_WIDTH = 2000, 16, 12
-# What a fixed case counts for: so much that GPT-2's own batches are in a quick run.
+# How many parts a fixed case counts for: enough for GPT-2's own batches to be in a quick run.
 PARTS_OF_FIXED = 30, 120
 # The dimensions of decode whose triples are combined; of attention, all are.
 DECODE_TRIPLES = "lengths", "batch", "num_heads", "head_dim", "layout"
@@ -91,37 +97,9 @@ SHAPES: dict[type, tuple[str, ...]] = {
     DecodeCase: ("lengths", "max_seqlen", "head_dim", "num_heads", "group"),
 }
 Numbers: TypeAlias = NDArray[Any]
+Columns: TypeAlias = dict[str, Numbers]
 Ordered: TypeAlias = list[tuple[Case | DecodeCase, float]]
-"""Cases, and the share of what all of them try that was tried before each."""
-
-
-def dimensions(
-    op: Op,
-    head_dims: Sequence[Any],
-    dtypes: Sequence[Any],
-    *,
-    is_emulated: bool = False,
-    has_groups: bool = True,
-    is_aligned: bool = False,
-) -> dict[str, Sequence[Any]]:
-    """Return the values of each dimension that are combined; those of a range are one value."""
-    longer = CACHES if op == "decode" else LONG_EMULATED if is_emulated else LONG
-    own: dict[str, Sequence[Any]] = {"is_causal": (True, False)}
-    if op == "decode":
-        lengths = "equal", "the first is the longest", "a later one is the longest"
-        own = {"lengths": lengths, "room": (range(1), range(1, 32))}
-    return {
-        "seqlen": [*TILE_EDGES, *SHORT, *longer],
-        "batch": BATCH_RANGES,
-        "num_heads": HEAD_RANGES,
-        "group": GROUPS if has_groups else GROUPS[:1],
-        "head_dim": head_dims,
-        "layout": LAYOUTS if is_aligned else (*LAYOUTS, UNALIGNED),
-        "softmax_scale": SOFTMAX_SCALES,
-        "numbers": NUMBERS,
-        "dtype": dtypes,
-        **own,
-    }
+"""Cases, each with the share of all parts that earlier cases cover."""
 
 
 def ordered_cases(
@@ -138,90 +116,44 @@ def ordered_cases(
 
     has_groups: also cases with fewer key heads. is_aligned: none off multiples of 16 bytes.
     """
+    is_decode = op == "decode"
     fixed: list[Case | DecodeCase] = []
     for dtype in dtypes:
-        if op == "decode":
+        if is_decode:
             fixed += fixed_decode_cases(head_dims, dtype, seed)
         else:
             fixed += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
             fixed += extreme_cases(usual_head_dim(head_dims), dtype, seed)
-    options = {"has_groups": has_groups, "is_aligned": is_aligned, "is_emulated": is_emulated}
-    values = dimensions(op, head_dims, dtypes, **options)
-    drawn = _draw(op, values, np.random.default_rng([seed, op == "decode"]), is_emulated)
+    longer = CACHES if is_decode else LONG_EMULATED if is_emulated else LONG
+    values: dict[str, Sequence[Any]] = {
+        "seqlen": [*TILE_EDGES, *SHORT, *longer],
+        "batch": BATCH_RANGES,
+        "num_heads": HEAD_RANGES,
+        "group": GROUPS if has_groups else GROUPS[:1],
+        "head_dim": [range(x, x + 1) for x in head_dims],
+        "layout": LAYOUTS if is_aligned else (*LAYOUTS, UNALIGNED),
+        "softmax_scale": SOFTMAX_SCALES,
+        "numbers": NUMBERS,
+        "dtype": dtypes,
+        **(OF_DECODE if is_decode else OF_ATTENTION),
+    }
+    drawn = Drawn(op, values, np.random.default_rng([seed, is_decode]), is_emulated=is_emulated)
     costs = [cost(case, is_emulated=is_emulated) for case in fixed]
-    draw, make = random.Random(f"{op} {seed}"), _decode_case if op == "decode" else _case
-    found: Ordered = []
-    for n, tried in in_order_of_gain(costs, drawn, PARTS_OF_FIXED[is_emulated]):
+    draw, found = random.Random(f"{op} {seed}"), list[tuple[Case | DecodeCase, float]]()
+    for n, tried in in_order_of_gain(costs, PARTS_OF_FIXED[is_emulated], drawn.costs, drawn.parts):
         if n < 0:
             found.append((fixed[n], tried))
             continue
         chosen = {name: of_name[drawn.at[name][n]] for name, of_name in values.items()}
-        chosen |= {name: int(of_name[n]) for name, of_name in drawn.sizes.items()}
-        found.append((make(_with_numbers(chosen, draw), draw, seed), tried))
+        chosen |= {name: int(sizes[n]) for name, sizes in drawn.sizes.items()}
+        chosen = _with_numbers(chosen, draw)
+        case = _decode_case(chosen, draw, seed) if is_decode else Case(seed=seed, **chosen)
+        found.append((case, tried))
     return found
 
 
-def _draw(
-    op: Op, values: dict[str, Sequence[Any]], draw: np.random.Generator, is_emulated: bool
-) -> Cover:
-    """Draw many cases: of any values, of each length and mask, and of each width."""
-    is_decode, head_dims = op == "decode", len(values["head_dim"])
-
-    def work(sizes: Mapping[str, Numbers]) -> Numbers:
-        numbers = sizes["batch"] * sizes["num_heads"] * sizes["group"] * sizes["head_dim"]
-        numbers *= 5 * sizes["seqlen"] if is_decode else sizes["seqlen"] ** 2
-        return numbers
-
-    powers = {"batch": 1, "num_heads": 1, "group": 1, "head_dim": 1, "seqlen": 2 - is_decode}
-    ranges = [range(x, x + 1) for x in values["head_dim"]]
-    cover = Cover({**values, "head_dim": ranges}, powers, work, draw)
-    largest, usual = LARGEST_WORK[is_emulated], USUAL_WORK[is_emulated]
-    for most in [largest] * 3 + [LARGEST_WORK_OF_TRIPLE] * (1 if is_decode else 10):
-        cover.add(DRAWN, usual, most)
-    if not is_decode:
-        lengths = np.arange(1, EVERY_LENGTH_TO + 1).repeat(2 * DRAWN_OF_LENGTH)
-        masks = np.tile([0, 1], len(lengths) // 2)
-        cover.add(len(lengths), usual, 3 * usual, seqlen=lengths, is_causal=masks)
-        short = lengths <= max(REMAINDERS)
-        for head_dim in values["head_dim"][:MOST_COMBINED_HEAD_DIMS]:
-            dims = np.full(short.sum(), head_dim)
-            cover.add(
-                len(dims), usual, seqlen=lengths[short], is_causal=masks[short], head_dim=dims
-            )
-    widths = np.arange(1, WIDEST + 1).repeat(DRAWN_OF_WIDTH)
-    batches = np.append(widths, EMULATED_BATCHES if is_emulated else BATCHES)
-    for given in (
-        {"num_heads": widths, "batch": draw.integers(2, 4, len(widths))},
-        {"batch": batches, "num_heads": draw.integers(1, 4, len(batches))},
-    ):
-        count = len(given["batch"])
-        cover.add(count, usual, seqlen=draw.integers(2, 21, count), **given)
-    cover.keep(work(cover.least) <= largest)
-    if is_decode:
-        is_one = (cover.sizes["batch"] == 1) | (cover.sizes["seqlen"] == 1)
-        cover.keep(~(is_one & (cover.at["lengths"] > 0)))
-    least = cover.least
-    blocks = least["batch"] * least["num_heads"] * least["group"] * -(-least["seqlen"] // 64)
-    cover.costs = CALL_COST[is_emulated] + BLOCK_COST * blocks + work(least)
-    names = [name for name, of_name in values.items() if len(of_name) > 1]
-    cover.combine(names, 2)
-    left_out = {"group"} | ({"head_dim"} if head_dims > MOST_COMBINED_HEAD_DIMS else set())
-    triples = [x for x in names if x not in left_out and (not is_decode or x in DECODE_TRIPLES)]
-    cover.combine(triples, 3, work(least) <= LARGEST_WORK_OF_TRIPLE)
-    batch, heads = cover.sizes["batch"], cover.sizes["num_heads"]
-    cover.close(batch)
-    cover.close(heads, batch > 1)
-    if not is_decode:
-        seqlen, mask = cover.sizes["seqlen"], cover.at["is_causal"]
-        cover.close(2 * seqlen + mask, seqlen <= EVERY_LENGTH_TO)
-        if 1 < head_dims <= MOST_COMBINED_HEAD_DIMS:  # every remainder of a tile with each of them
-            for tile in REMAINDERS:
-                cover.close((2 * (seqlen % tile) + mask) * head_dims + cover.at["head_dim"])
-    return cover
-
-
 def cost(case: Case | DecodeCase, *, is_emulated: bool) -> float:
-    """Return about what a case costs, in the unit of its work."""
+    """Estimate the cost of a case, in units of work."""
     blocks = case.batch * case.num_heads * case.group * -(-case.seqlen // 64)
     return CALL_COST[is_emulated] + BLOCK_COST * blocks + case.work
 
@@ -276,7 +208,7 @@ def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case
 def fixed_decode_cases(
     head_dims: Sequence[int], dtype: torch.dtype, seed: int
 ) -> Iterator[DecodeCase]:
-    """Yield cases of lengths around the edges of tiles in one batch, and one of a long cache."""
+    """Yield cases with lengths around the edges of tiles in one batch, and a long cache."""
     edges: dict[str, Any] = {"lengths": EDGES, "max_seqlen": max(EDGES)}
     for head_dim in head_dims:
         yield DecodeCase(head_dim, dtype, seed, **edges)
@@ -291,7 +223,7 @@ def fixed_decode_cases(
 
 
 def _with_numbers(chosen: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """Draw what is open in the chosen values: layout, scale and softmax_scale."""
+    """Draw layout, scale and softmax_scale from the chosen ranges."""
     kind, *scales = chosen.pop("numbers")
     scale, softmax_scale = _between(draw, *scales), chosen["softmax_scale"]
     if isinstance(softmax_scale, tuple):
@@ -312,10 +244,6 @@ def _between(draw: random.Random, least: float, most: float) -> float:
     return float(f"{math.exp(draw.uniform(math.log(least), math.log(most))):.2g}")
 
 
-def _case(chosen: dict[str, Any], _: random.Random, seed: int) -> Case:
-    return Case(seed=seed, **chosen)
-
-
 def _decode_case(chosen: dict[str, Any], draw: random.Random, seed: int) -> DecodeCase:
     longest, batch, lengths = (chosen.pop(name) for name in ("seqlen", "batch", "lengths"))
     rows = [longest] * batch
@@ -329,7 +257,7 @@ def _decode_case(chosen: dict[str, Any], draw: random.Random, seed: int) -> Deco
 
 
 def with_few_shapes(found: Ordered) -> Ordered:
-    """Return cases of only a few shapes: for each dtype, one with a length of each COMPILED_RANGES.
+    """Return cases of a few shapes: for each dtype, a shape with a length of each COMPILED_RANGES.
 
     The shapes are of the first cases, and have as many head_dims as possible. The cases of a dtype
     take its shapes in turn, and keep their values, layout and scales.
@@ -350,36 +278,76 @@ def with_few_shapes(found: Ordered) -> Ordered:
     return [x for x in changed.items() if (x[0].kind, x[0].seqlen) != ("zero rows", 1)]  # all zeros
 
 
-class Cover:
-    """Cases as columns: the places of their values in each dimension, their sizes and parts.
+class Drawn:
+    """Many drawn cases, as columns, with the parts that each covers.
 
-    powers: the dimensions that are sizes, and their powers in a case's work, which is `work` of
-    sizes. Their values are ranges, of which each case has one number.
+    A part is a combination of two or three values, or an exact size.
     """
 
     def __init__(
         self,
+        op: Op,
         values: Mapping[str, Sequence[Any]],
-        powers: Mapping[str, int],
-        work: Callable[[Mapping[str, Numbers]], Numbers],
         draw: np.random.Generator,
+        *,
+        is_emulated: bool,
     ) -> None:
-        self._values, self._powers, self._work, self._draw = values, powers, work, draw
-        self.at: dict[str, Numbers] = {}
-        self.sizes: dict[str, Numbers] = {}
-        self.least: dict[str, Numbers] = {}
-        """The least sizes in their ranges, or those that were given: what a case's cost counts."""
-        self.costs: Numbers = np.zeros(0)
-        self._parts: list[Numbers] = []
-        self._count = 1  # part 0 means no part
+        """Draw cases of any values, of each length and mask, and of each width.
 
-    def add(self, count: int, usual: float, most: float = math.inf, **given: Numbers) -> None:
-        """Draw cases with given sizes and places; others are free up to `usual` work.
+        values: those of each dimension. Those of sizes are ranges; each case has one number.
+        """
+        self._op, self._values, self._draw = op, values, draw
+        self._usual = USUAL_WORK[is_emulated]
+        self.at: Columns = {}
+        """The places of values in each dimension."""
+        self.sizes: Columns = {}
+        self._least: Columns = {}
+        """The sizes that count for costs: the least in their ranges, unless they were given."""
+        largest = LARGEST_WORK[is_emulated]
+        is_decode = op == "decode"
+        for most in [largest] * 3 + [LARGEST_WORK_OF_TRIPLE] * (1 if is_decode else 10):
+            self._add(DRAWN, most)
+        if not is_decode:
+            lengths = np.arange(1, EVERY_LENGTH_TO + 1).repeat(2 * DRAWN_OF_LENGTH)
+            masks = np.tile([0, 1], len(lengths) // 2)
+            self._add(len(lengths), 3 * self._usual, seqlen=lengths, is_causal=masks)
+            short = lengths <= max(REMAINDERS)
+            lengths, masks = lengths[short], masks[short]
+            for (head_dim,) in values["head_dim"][:MOST_COMBINED_HEAD_DIMS]:
+                dims = np.full(len(lengths), head_dim)
+                self._add(len(dims), seqlen=lengths, is_causal=masks, head_dim=dims)
+        widths = np.arange(1, WIDEST + 1).repeat(DRAWN_OF_WIDTH)
+        batches = np.append(widths, EMULATED_BATCHES if is_emulated else BATCHES)
+        for given in (
+            {"num_heads": widths, "batch": draw.integers(2, 4, len(widths))},
+            {"batch": batches, "num_heads": draw.integers(1, 4, len(batches))},
+        ):
+            count = len(given["batch"])
+            self._add(count, seqlen=draw.integers(2, 21, count), **given)
+        kept = self._work(self._least) <= largest
+        if is_decode:
+            is_one = (self.sizes["batch"] == 1) | (self.sizes["seqlen"] == 1)
+            kept &= ~(is_one & (self.at["lengths"] > 0))
+        for columns in (self.at, self.sizes, self._least):
+            columns |= {name: x[kept] for name, x in columns.items()}
+        least = self._least
+        blocks = least["batch"] * least["num_heads"] * least["group"] * -(-least["seqlen"] // 64)
+        self.costs = CALL_COST[is_emulated] + BLOCK_COST * blocks + self._work(least)
+        self.parts = np.stack([*self._parts()], axis=1)
+        """The parts of each case, one row per case; 0 means no part."""
+
+    def _work(self, sizes: Columns) -> Numbers:
+        numbers = sizes["batch"] * sizes["num_heads"] * sizes["group"] * sizes["head_dim"]
+        numbers *= 5 * sizes["seqlen"] if self._op == "decode" else sizes["seqlen"] ** 2
+        return numbers
+
+    def _add(self, count: int, most: float = math.inf, **given: Numbers) -> None:
+        """Draw cases with given sizes and places; others are free up to the usual work.
 
         In a case of more than `most` work, some sizes but seqlen are the smallest.
         """
         at = {name: self._draw.integers(len(x), size=count) for name, x in self._values.items()}
-        ranges = {name: self._values[name] for name in self._powers}
+        ranges = {name: self._values[name] for name in SIZES}
         for name, numbers in given.items():
             at[name] = numbers
             if name in ranges:  # a number in none of them counts as in the last
@@ -387,7 +355,7 @@ class Cover:
                 last = len(ranges[name]) - 1
                 at[name] = np.array([places.get(n, last) for n in numbers.tolist()])
 
-        def least() -> dict[str, Numbers]:
+        def least() -> Columns:
             low = {name: np.array([x[0] for x in of])[at[name]] for name, of in ranges.items()}
             return low | {name: x for name, x in given.items() if name in ranges}
 
@@ -395,62 +363,70 @@ class Cover:
             smallest = int(np.argmin([x[0] for x in ranges[name]]))
             at[name] = np.where(self._work(least()) > most, smallest, at[name])
         low = least()
-        sizes, room = dict(low), np.maximum(usual / self._work(low), 1.0)
-        for name, power in self._powers.items():
-            if name in given:
-                continue
+        sizes, room = dict(low), np.maximum(self._usual / self._work(low), 1.0)
+        for name in (x for x in SIZES if x not in given):
+            power = 2 if name == "seqlen" and self._op == "attention" else 1
             last, step = np.array([(x[-1], x.step) for x in ranges[name]])[at[name]].T
             steps = (np.minimum(last, low[name] * room ** (1 / power)) - low[name]) // step
             sizes[name] = low[name] + step * self._draw.integers(steps.astype(np.int64) + 1)
             room = np.maximum(room / (sizes[name] / low[name]) ** power, 1.0)
-        for columns, new in ((self.at, at), (self.sizes, sizes), (self.least, low)):
+        for columns, new in ((self.at, at), (self.sizes, sizes), (self._least, low)):
             columns |= {
                 name: np.concatenate([columns.get(name, x[:0]), x]) for name, x in new.items()
             }
 
-    def keep(self, kept: Numbers) -> None:
-        """Drop the other cases."""
-        for columns in (self.at, self.sizes, self.least):
-            columns |= {name: x[kept] for name, x in columns.items()}
+    def _parts(self) -> Iterator[Numbers]:
+        """Yield columns of parts; cases that try the same have the same number."""
+        count = 1  # 0 means no part
 
-    def close(self, numbers: Numbers, where: Numbers | bool = True) -> None:
-        """Add a part to each case, or some: cases with the same number have the same."""
-        self._parts.append(np.where(where, self._count + numbers, 0))
-        self._count += int(numbers.max()) + 1
+        def column(numbers: Numbers, where: Numbers | bool = True) -> Numbers:
+            nonlocal count
+            first, count = count, count + int(numbers.max()) + 1
+            return np.where(where, first + numbers, 0)
 
-    def combine(self, names: Sequence[str], count: int, where: Numbers | bool = True) -> None:
-        """Add a part for each combination of `count` values."""
-        for group in itertools.combinations(names, count):
-            numbers = np.zeros(len(self.costs), dtype=np.int64)
-            for name in group:
-                numbers = numbers * len(self._values[name]) + self.at[name]
-            self.close(numbers, where)
+        head_dims, is_decode = len(self._values["head_dim"]), self._op == "decode"
+        names = [name for name, of_name in self._values.items() if len(of_name) > 1]
+        left_out = {"group"} | ({"head_dim"} if head_dims > MOST_COMBINED_HEAD_DIMS else set())
+        triples = [x for x in names if x not in left_out and (not is_decode or x in DECODE_TRIPLES)]
+        is_small = self._work(self._least) <= LARGEST_WORK_OF_TRIPLE
+        for of, size, where in ((names, 2, True), (triples, 3, is_small)):
+            for group in itertools.combinations(of, size):
+                numbers = np.zeros(len(self.costs), dtype=np.int64)
+                for name in group:
+                    numbers = numbers * len(self._values[name]) + self.at[name]
+                yield column(numbers, where)
+        batch, heads = self.sizes["batch"], self.sizes["num_heads"]
+        yield column(batch)
+        yield column(heads, batch > 1)
+        if not is_decode:
+            seqlen, mask = self.sizes["seqlen"], self.at["is_causal"]
+            yield column(2 * seqlen + mask, seqlen <= EVERY_LENGTH_TO)
+            if 1 < head_dims <= MOST_COMBINED_HEAD_DIMS:  # every remainder of a tile with each
+                for tile in REMAINDERS:
+                    yield column((2 * (seqlen % tile) + mask) * head_dims + self.at["head_dim"])
 
-    def parts(self) -> Numbers:
-        """Return the parts of each case, one row per case; 0 means no part."""
-        return np.stack(self._parts, axis=1)
 
-
-def in_order_of_gain(fixed: Sequence[float], drawn: Cover, own: int) -> Iterator[tuple[int, float]]:
+def in_order_of_gain(
+    fixed: Sequence[float], own: int, costs: Numbers, parts: Numbers
+) -> Iterator[tuple[int, float]]:
     """Yield the numbers of cases, each time that with the most new parts for its cost.
 
     fixed: the costs of cases with `own` parts that no other has; their numbers are negative.
     With each comes the share of all parts that had occurred before it.
     """
-    parts = drawn.parts()
     is_open = np.zeros(parts.max() + 1, dtype=bool)
     is_open[parts] = True
     is_open[0] = False
     total = left = int(is_open.sum()) + own * len(fixed)
     gains = [(-own / cost, n - len(fixed)) for n, cost in enumerate(fixed)]
-    gains += zip((-(parts > 0).sum(1) / drawn.costs).tolist(), range(len(parts)), strict=True)
+    gains += zip((-(parts > 0).sum(1) / costs).tolist(), range(len(parts)), strict=True)
     heapq.heapify(gains)
     while gains:
         _, n = heapq.heappop(gains)
         new = own if n < 0 else int(np.count_nonzero(is_open[parts[n]]))
         if not new:
             continue
-        if n >= 0 and gains and (now := -new / drawn.costs[n]) > gains[0][0]:
+        if n >= 0 and gains and (now := -new / costs[n]) > gains[0][0]:
             heapq.heappush(gains, (now, n))  # others closed some of its parts
             continue
         yield n, 1 - left / total

@@ -1,4 +1,4 @@
-"""The clock: what is timed is what is judged, and two clocks must agree.
+"""The clock: timed outputs are judged, and two clocks must agree.
 
 A sample is the mean time of calls on sets of inputs. Each set has numbers of its own, new in every
 sample, and together they exceed a GPU's L2. With the word to start come factors for all inputs, so
@@ -30,15 +30,15 @@ from attention_kernels.judge.truth import truth
 from attention_kernels.judge.worker import Runner, Timing
 
 ROWS = 64  # judged of each timed output
-# How much longer calls may take by the judge's clock than by the worker's, and when they are
-# repeated; in seconds, for the judge to start and to hear of the end; and the same for calls with
-# factors and a checksum, whose own time the judge measures. Other processes share a CPU, and
-# interrupt long work more often than short work.
+# The share by which the judge's clock may exceed the worker's, and repeated calls the first ones.
+# Other processes share a CPU, and interrupt long work more often than short work.
 OUTSIDE, REPEATED = {"cuda": 0.1, "cpu": 1.0}, {"cuda": 0.1, "cpu": 9.0}
+# The seconds that a message and its answer may take, without and with factors and a checksum. The
+# judge measures the time of these and adds it.
 ANSWER_S = {"cuda": 1e-3, "cpu": 5e-2}
 CHECKED_ANSWER_S = {"cuda": 2e-3, "cpu": 5e-2}
 PEAKY = 8.0  # Case.scale
-DEVIATIONS = 4  # that repeated calls may be slower by
+DEVIATIONS = 4  # by which repeated calls may be slower
 
 
 class RejectedTimeError(AttentionError):
@@ -166,9 +166,9 @@ class Clock:
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
         """Judge some rows of every output.
 
-        Of attention, those of one head; they are drawn for each sample, those at either end most
-        often, and the head and the entry of the batch for each output. Of decode, as many pairs of
-        a head and an entry.
+        For attention, the rows are drawn for each sample, the first and the last most often, and
+        the head and the batch entry for each output. For decode, as many pairs of a head and a
+        batch entry are judged.
         """
         case, spec, device = self.numbers.case, self.runner.spec, self.runner.device
         is_causal, each, rows = False, min(ROWS, case.batch * case.num_heads), slice(None)

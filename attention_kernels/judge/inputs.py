@@ -112,8 +112,7 @@ class DecodeCase:
         """Draw q, k_cache, v_cache and seqlens; the values past a row's length are large."""
         heads = self.num_heads * self.group
         shape = (len(self.lengths), self.max_seqlen, 3, heads, self.head_dim)
-        generator = torch.Generator().manual_seed(self.seed)
-        qkv = of_kind(torch.randn(shape, generator=generator) * self.scale, self.kind, self.scale)
+        qkv = of_kind(_normal(shape, self.seed) * self.scale, self.kind, self.scale)
         q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
         for row, length in zip(qkv, self.lengths, strict=True):
             row[length:] = row[length:].sign() * LARGE[self.dtype]

@@ -50,12 +50,12 @@ class Elsewhere:
 
 
 def known(what: str) -> BackendSpec | None:
-    """Return a backend or the version of a file; None if only a plug-in can have that name."""
+    """Return a backend or a version file's; None if only a plug-in can have that name."""
     return ladder.resolve(what) if what.endswith(".cu") else registry.registered(what)
 
 
 def keep_plugins_out() -> None:
-    """Let another process import the plug-ins, and register here what it says of their backends.
+    """Let another process import the plug-ins, and register the backends that it describes.
 
     Does nothing if this process has imported them already.
     """

@@ -52,12 +52,14 @@ class Process:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
                 ours.setsockopt(socket.SOL_SOCKET, way, limit)
-        files = [_File(fd) for fd in (2, *fds)]
-        arguments = target, theirs, files, dict(os.environ), *arguments
+        arguments = target, theirs, len(fds), dict(os.environ), *arguments
         self._process = context.Process(target=_begin, args=arguments, daemon=True)
         with _without_main_and_argv():
             self._process.start()
         theirs.close()
+        with contextlib.suppress(OSError):
+            for fd in (2, *fds):
+                reduction.send_handle(self._connection, fd, self._process.pid)
 
     def say(self, message: bytes) -> None:
         """Send a message; whether it arrives, the next answer says."""
@@ -112,33 +114,19 @@ def shared_memory() -> int:
     return fd
 
 
-class _File:
-    """A file descriptor that goes to the process as one of its arguments."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __reduce__(self) -> tuple[Callable[[Any], _File], tuple[Any]]:
-        return _adopt, (reduction.DupFd(self.fd),)
-
-
-def _adopt(file: Any) -> _File:
-    return _File(file.detach())
-
-
 # ---- In the process ------------------------------------------------------------------------------
 
 
 def _begin(
     target: Callable[..., None],
     connection: Connection,
-    files: list[_File],
+    fds: int,
     environment: dict[str, str],
     *arguments: Any,
 ) -> None:
     """Set up a process of the judge's and run `target` in it."""
-    stderr, *others = files
-    os.dup2(stderr.fd, 2)
+    stderr, *others = (reduction.recv_handle(connection) for _ in range(1 + fds))
+    os.dup2(stderr, 2)
     os.dup2(2, 1)  # only the judge prints the verdict
     os.environ.clear()
     os.environ.update(environment)
@@ -148,7 +136,7 @@ def _begin(
     def answer(reply: Reply) -> None:
         connection.send_bytes(msgspec.json.encode(reply))
 
-    target(answer, connection.recv_bytes, *(file.fd for file in others), *arguments)
+    target(answer, connection.recv_bytes, *others, *arguments)
 
 
 def _die_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""The server that workers are forked from imports this: torch, and what a worker needs.
+"""The server that workers are forked from imports this module, and with it torch.
 
 Nobody may trace the server, or the workers, which inherit that.
 """

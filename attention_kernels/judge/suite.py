@@ -1,4 +1,4 @@
-"""The suite: what a backend must get right before anyone times it.
+"""The suite: the checks that a backend must pass before anyone times it.
 
 It is library code, so that others can test their own backends with it. cases.py defines the inputs,
 truth.py the allowed error, and worker.py where the backend runs.
@@ -38,17 +38,6 @@ from attention_kernels.judge.process import EndedError
 from attention_kernels.judge.truth import Truth, Verdict, check_precision, extent, truth
 from attention_kernels.judge.worker import TIMEOUT_S, Runner, open_runner
 from attention_kernels.registry import BackendSpec
-
-__all__ = [
-    "Case",
-    "DecodeCase",
-    "Failure",
-    "Report",
-    "describe_error",
-    "future_leaks",
-    "run_case",
-    "verify",
-]
 
 # What a failing kernel raises. CUDA reports a failed launch at a later, unrelated call of torch's,
 # as a RuntimeError.
@@ -229,7 +218,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """What verify() found."""
+    """The outcome of verify()."""
 
     spec: BackendSpec
     device: str
@@ -309,7 +298,8 @@ def cases_for(
     options: dict[str, Any] = {
         "is_emulated": runner.is_emulated,
         "has_groups": spec.supports_gqa,
-        "is_aligned": spec.version is not None,  # the op of a version file refuses other addresses
+        # The op of a version file refuses other addresses, also under an alias.
+        "is_aligned": spec.version is not None or spec.chooses is not None,
     }
     has: dict[Op, bool] = {"attention": runner.has_attention, "decode": runner.has_decode}
     arguments = spec.head_dims or ANY_HEAD_DIM, tuple(dtypes), seed

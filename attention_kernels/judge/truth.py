@@ -44,8 +44,9 @@ all budgets are then multiplied by BackendSpec.error_slack.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -119,26 +120,26 @@ class Verdict:
     """A fault other than a numerical error: a changed input, a wrong shape."""
 
     @property
+    def rules(self) -> tuple[tuple[str, float, float], ...]:
+        """The rules in words, each with the error that it judges and the budget."""
+        return (
+            ("error", self.error, self.budget),
+            ("by row", self.row_error, self.row_budget),
+            ("by column", self.column_error, self.column_budget),
+        )
+
+    @property
     def passed(self) -> bool:
         """Whether nothing is wrong; NaN never passes, nor does a budget of 0 or infinity."""
-        return (
-            not self.fault
-            and 0 < self.budget < math.inf
-            and self.error <= self.budget
-            and self.row_error <= self.row_budget
-            and self.column_error <= self.column_budget
-        )
+        is_within = all(error <= budget for _, error, budget in self.rules)
+        return not self.fault and 0 < self.budget < math.inf and is_within
 
     @property
     def nearness(self) -> float:
         """The largest ratio of an error to its budget; infinite for any other failure."""
         if not self.passed and not 0 < self.budget < math.inf:
             return math.inf
-        ratio = max(
-            self.error / self.budget,
-            self.row_error / self.row_budget,
-            self.column_error / self.column_budget,
-        )
+        ratio = max(error / budget for _, error, budget in self.rules)
         return ratio if self.passed or ratio > 1 else math.inf
 
     @property
@@ -157,121 +158,92 @@ class Verdict:
             return f"the output is not finite{where}"
         if not math.isfinite(self.budget):
             return f"there is no budget, because plain PyTorch's output is not finite{where}"
-        errors = (
-            ("error", self.error, self.budget),
-            ("by row", self.row_error, self.row_budget),
-            ("by column", self.column_error, self.column_budget),
-        )
-        judged = (one for one in errors if one[2] < math.inf)  # not by rows of too few numbers
+        judged = (rule for rule in self.rules if rule[2] < math.inf)  # not of too few numbers
         texts = (f"{rule} {error:.2e}, budget {budget:.2e}" for rule, error, budget in judged)
         return "; ".join(texts) + where
 
 
 @dataclass(frozen=True)
-class Relative:
-    """The relative errors that plain PyTorch and rounding make in the rows or columns of a call.
+class Rule:
+    """One of the three rules: the terms of its budgets.
 
     For rows or columns of fewer than LEAST_NUMBERS numbers the condition is infinite, so that any
     error is allowed.
     """
 
-    dim: int
-    """The dimension of the output that the norms are taken along."""
-    lengths: Tensor
-    """The norm of every row or column, which its error is relative to."""
     naive_error: float
-    """Plain PyTorch's largest relative error."""
+    """Plain PyTorch's largest error."""
     condition: Tensor
+    absolute: float
     sums: Tensor
+    dim: int | None = None
+    """The dimension of the output that norms are taken along; None: each element by itself."""
+    lengths: Tensor | None = None
+    """The norm of every row or column, which its error is relative to."""
 
     def errors(self, difference: Tensor) -> Tensor:
-        """Return the relative error of every row or column."""
-        errors: Tensor = vector_norm(difference, dim=self.dim) / self.lengths
-        return errors
+        """Return the error of every element, row or column."""
+        if self.lengths is None:
+            return difference
+        return vector_norm(difference, dim=self.dim) / self.lengths  # type: ignore[no-any-return]
 
-    def budgets(self, precision: str, dtype: torch.dtype, slack: float = 1.0) -> Tensor:
-        """Return the budget of each of errors()."""
+    def budgets(self, precision: str, slack: float = 1.0) -> Tensor:
+        """Return the budget of each of errors(), or of all."""
         naive = torch.full_like(self.condition, self.naive_error)
-        absolute = ABSOLUTE_TERM_ULPS * _sum_eps(dtype) + _eps(dtype) / 2
         # Unlike Python's max(), torch's keeps a NaN.
         expected = budget_factor(precision) * naive.maximum(self.condition)
-        return slack * (_last_place(precision) * (expected + absolute) + self.sums)
+        return slack * (_last_place(precision) * (expected + self.absolute) + self.sums)
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The reference output of a call, and the errors that plain PyTorch and rounding make in it."""
+    """The reference output of a call, and the rules by which other outputs are judged."""
 
     reference: Tensor
     """float64, (batch, rows, num_heads, head_dim)."""
     dtype: torch.dtype
     """The dtype of the inputs."""
-    naive_error: float
-    condition: float
-    """The largest condition of an element; see the module's docstring."""
-    sums: float
-    rows: Relative
-    """The relative errors of rows, (batch, rows, num_heads)."""
-    columns: Relative
-    """The relative errors of columns, (batch, num_heads, head_dim)."""
+    rules: dict[str, Rule]
+    """Those of elements, rows and columns: "", "row_" and "column_", as in Verdict's fields."""
 
-    def budget(self, precision: str, slack: float = 1.0) -> float:
-        """Return the budget of max|out - ref| in a precision class, times `slack`."""
-        expected = _larger(self.naive_error, self.condition)
-        largest = self.reference.abs().max().item()
-        return slack * (error_budget(precision, self.dtype, expected, largest) + self.sums)
-
-    def judge(self, out: Tensor, precision: str, slack: float = 1.0) -> Verdict:
+    def judge(self, out: Tensor, precision: str = "ieee-fp32", slack: float = 1.0) -> Verdict:
         """Compare an output with the reference; a wrong shape or dtype is a fault.
 
         slack: BackendSpec.error_slack.
         """
-        reference, budget = self.reference, self.budget(precision, slack)
-        naive = self.naive_error
+        reference = self.reference
         if out.shape != reference.shape or out.dtype != self.dtype:
             got, wanted = (
                 f"{tuple(shape)} {dtype_name(dtype)}"
                 for shape, dtype in ((out.shape, out.dtype), (reference.shape, self.dtype))
             )
-            fault = f"the output is {got}, not {wanted}"
-            return Verdict(math.inf, budget, naive, math.inf, math.inf, fault=fault)
+            return Verdict(math.inf, math.inf, 0.0, fault=f"the output is {got}, not {wanted}")
         difference = (out.double() - reference).abs()
-        row_errors, row_budgets, row = self._nearest(self.rows, difference, precision, slack)
-        column_errors, column_budgets, column = self._nearest(
-            self.columns, difference, precision, slack
-        )
         relative = (difference / reference.abs()).where(reference.abs() > RELATIVE_FROM, 0.0)
-        verdict = Verdict(
-            error=_finite(difference.max().item()),
-            budget=budget,
-            naive_error=naive,
-            relative_error=relative.max().item(),
-            row_error=_finite(row_errors.flatten()[row].item()),
-            row_budget=row_budgets.flatten()[row].item(),
-            naive_row_error=self.rows.naive_error,
-            column_error=_finite(column_errors.flatten()[column].item()),
-            column_budget=column_budgets.flatten()[column].item(),
-            naive_column_error=self.columns.naive_error,
-        )
-        if verdict.passed:
+        found: dict[str, Any] = {}
+        places: list[Tensor] = []
+        for name, rule in self.rules.items():
+            errors, budgets = rule.errors(difference), rule.budgets(precision, slack)
+            nearest = int((errors / budgets).nan_to_num(nan=math.inf).argmax())
+            error, budget = (x.expand_as(errors).flatten()[nearest] for x in (errors, budgets))
+            found[f"{name}error"] = _finite(error.item())
+            found[f"{name}budget"] = budget.item()
+            found[f"naive_{name}error"] = rule.naive_error
+            over = ~(errors <= budgets)
+            if over.any():
+                over = over if rule.dim is None else over.unsqueeze(rule.dim)
+                places.append(over.expand_as(difference))
+        verdict = Verdict(relative_error=relative.max().item(), **found)
+        if verdict.passed or not places:
             return verdict
-        over = ~(difference <= budget)
-        if not over.any():
-            over = ~(row_errors <= row_budgets)[..., None].expand_as(over)
-        if not over.any():
-            over = ~(column_errors <= column_budgets)[:, None].expand_as(over)
+        over = places[0]
         # A NaN counts as the largest error.
         worst = int(difference.nan_to_num(nan=math.inf).where(over, -1.0).argmax())
         value, right = (x.flatten()[worst].item() for x in (out, reference))
-        where = f"{value:.6g} instead of {right:.6g} at {place(worst, out.shape)}"
-        return dataclasses.replace(verdict, where=f"{where}; over the budget are {extent(over)}")
-
-    def _nearest(
-        self, of: Relative, difference: Tensor, precision: str, slack: float
-    ) -> tuple[Tensor, Tensor, int]:
-        """Return the errors, the budgets and the index of the largest ratio between them."""
-        errors, budgets = of.errors(difference), of.budgets(precision, self.dtype, slack)
-        return errors, budgets, int((errors / budgets).nan_to_num(nan=math.inf).argmax())
+        index = torch.unravel_index(torch.tensor(worst), out.shape)
+        at = ", ".join(f"{name} {int(x)}" for (name, _), x in zip(AXES, index, strict=True))
+        where = f"{value:.6g} instead of {right:.6g} at {at}; over the budget are {extent(over)}"
+        return dataclasses.replace(verdict, where=where)
 
 
 def naive_attention(
@@ -319,9 +291,7 @@ def truth(
     if k.shape[2] != q.shape[2]:
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    rounding = torch.empty_like(reference)
-    sizes = torch.empty_like(reference)
-    naive = torch.empty_like(reference)
+    rounding, sizes, naive = (torch.empty_like(reference) for _ in range(3))
     row_sums = reference.new_empty(q.shape[:3])
     offset = k.shape[1] - q.shape[1]
     for batch, rows, heads in _parts(q, k.shape[1]):
@@ -331,44 +301,26 @@ def truth(
         arguments = q[part], k[seen], v[seen], softmax_scale, is_causal, lengths
         reference[part], rounding[part], sizes[part], row_sums[part] = _rounding(*arguments)
         naive[part] = _naive_difference(reference[part], *arguments)
-    sums = row_sums[..., None] * reference.abs()
+    eps, sums = _eps(q.dtype), row_sums[..., None] * reference.abs()
     # A row may cancel to nothing; its float64 reference is then no more precise than this.
     resolution = torch.finfo(torch.float64).eps * sizes
 
-    def relative(dim: int, size: Tensor) -> Relative:
+    def relative(dim: int, size: Tensor) -> Rule:
         lengths = vector_norm(size, dim=dim).clamp_(min=1e-300)
         parts = naive, rounding, sums
         errors, condition, drift = (vector_norm(part, dim=dim) / lengths for part in parts)
         if q.shape[dim] < LEAST_NUMBERS:
             condition.fill_(math.inf)
-        return Relative(dim, lengths, errors.max().item(), condition, drift)
+        absolute = ABSOLUTE_TERM_ULPS * _sum_eps(q.dtype) + eps / 2
+        return Rule(errors.max().item(), condition, absolute, drift, dim, lengths)
 
-    return Truth(
-        reference=reference,
-        dtype=q.dtype,
-        naive_error=naive.max().item(),
-        condition=rounding.max().item(),
-        sums=sums.max().item(),
-        rows=relative(3, reference.abs().maximum(resolution)),
-        columns=relative(1, sizes),
-    )
-
-
-def judge(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    is_causal: bool = True,
-    *,
-    precision: str = "ieee-fp32",
-) -> Verdict:
-    """Compare `out` with the float64 reference, by the rules in the module's docstring.
-
-    If the kernel could have written to its inputs, pass copies made before the call.
-    """
-    return truth(q, k, v, softmax_scale, is_causal).judge(out, precision)
+    absolute = ABSOLUTE_TERM_ULPS * eps * reference.abs().max().item()
+    rules = {
+        "": Rule(naive.max().item(), rounding.max(), absolute, sums.max()),
+        "row_": relative(3, reference.abs().maximum(resolution)),
+        "column_": relative(1, sizes),
+    }
+    return Truth(reference, q.dtype, rules)
 
 
 def error_budget(precision: str, dtype: torch.dtype, expected: float, largest: float) -> float:
@@ -379,15 +331,6 @@ def error_budget(precision: str, dtype: torch.dtype, expected: float, largest: f
     """
     absolute = ABSOLUTE_TERM_ULPS * _eps(dtype) * largest
     return _last_place(precision) * (budget_factor(precision) * expected + absolute)
-
-
-def place(index: int, shape: Sequence[int]) -> str:
-    """Return the coordinates of an element as text, given its index in the flat output."""
-    coordinates = []
-    for (name, _), size in zip(reversed(AXES), reversed(shape), strict=True):
-        coordinates.append(f"{name} {index % size}")
-        index //= size
-    return ", ".join(reversed(coordinates))
 
 
 def extent(wrong: Tensor) -> str:
@@ -500,11 +443,6 @@ def _sum_eps(dtype: torch.dtype) -> float:
     return min(_eps(dtype), _eps(torch.float32))
 
 
-def _larger(x: float, y: float) -> float:
-    """Return max(x, y), but NaN if x is NaN."""
-    return y if x < y else x
-
-
 def _finite(x: float) -> float:
     return x if math.isfinite(x) else math.inf
 
@@ -517,11 +455,7 @@ def _parts(q: Tensor, keys: int) -> Iterator[tuple[slice, slice, slice]]:
         return
     heads = max(1, LARGEST_SCORES // (seqlen * keys))
     rows = min(seqlen, max(1, LARGEST_SCORES // keys))
-    for entry in range(batch):
-        for row in range(0, seqlen, rows):
-            for head in range(0, num_heads, heads):
-                yield (
-                    slice(entry, entry + 1),
-                    slice(row, min(row + rows, seqlen)),
-                    slice(head, head + heads),
-                )
+    steps = itertools.product(range(batch), range(0, seqlen, rows), range(0, num_heads, heads))
+    for entry, row, head in steps:
+        last_row = min(row + rows, seqlen)
+        yield slice(entry, entry + 1), slice(row, last_row), slice(head, head + heads)

@@ -25,17 +25,7 @@ from torch import Tensor
 from attention_kernels import registry
 from attention_kernels.child import check_time_limit
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnknownBackendError
-from attention_kernels.judge import caller, plugins
-from attention_kernels.judge.calls import (
-    Block,
-    HandOver,
-    Message,
-    Outputs,
-    Repeat,
-    Reply,
-    Request,
-    Start,
-)
+from attention_kernels.judge import caller, calls, plugins
 from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process, shared_memory
 from attention_kernels.registry import BackendSpec
 
@@ -75,10 +65,17 @@ class Runner:
     """
 
     def __init__(
-        self, spec: BackendSpec, device: str = "", memory: tuple[Block, Block] | None = None
+        self,
+        spec: BackendSpec,
+        device: str = "",
+        memory: tuple[calls.Block, calls.Block] | None = None,
+        has: tuple[bool, bool] | None = None,
     ) -> None:
+        """Load a backend; `has` says whether it has attention and decode kernels, if known."""
         self.spec, self.device = spec, registry.device_for(spec, device)
-        self._given, self._taken = memory or (Block(), Block())
+        self._given, self._taken = memory or (calls.Block(), calls.Block())
+        has = has or (spec.has_attention(), spec.has_decode(self.device))
+        self.has_attention, self.has_decode = has
         self.calls = 0
         """The number of calls that requests have asked for."""
 
@@ -87,23 +84,13 @@ class Runner:
         """Whether its kernels run in the CPU emulator."""
         return self.device in self.spec.emulated_on
 
-    @functools.cached_property
-    def has_attention(self) -> bool:
-        """Whether it has an attention kernel."""
-        return self.spec.has_attention()
-
-    @functools.cached_property
-    def has_decode(self) -> bool:
-        """Whether it has a decode kernel."""
-        return self.spec.has_decode(self.device)
-
     def load(self) -> None:
         """Wait until the backend is built and loaded.
 
         Raises UnavailableBackendError, or EndedError if that ends its process.
         """
 
-    def send(self, request: Request) -> None:
+    def send(self, request: calls.Request) -> None:
         """Start on a request."""
         self._request = request
         self.calls += len(request.calls.order)
@@ -112,38 +99,38 @@ class Runner:
         self._given.tensor[: len(request.block)] = request.block
         self._say(request.calls)
 
-    def receive(self) -> Outputs:
+    def receive(self) -> calls.Outputs:
         """Return the outputs of the request that was sent.
 
         Raises UnsupportedError, UnavailableBackendError, CallError or EndedError.
         """
         self._reply()
         outputs, again = self._request.outputs(self._taken.tensor)
-        return Outputs(outputs, again, self._request.fault(self._given.tensor))
+        return calls.Outputs(outputs, again, self._request.fault(self._given.tensor))
 
     def has_answered(self) -> bool:
         """Return whether load() or receive() would return at once."""
         return True
 
-    def call(self, request: Request) -> Outputs:
+    def call(self, request: calls.Request) -> calls.Outputs:
         """Send a request and receive its outputs."""
         self.send(request)
         return self.receive()
 
-    def time(self, request: Request) -> Timing:
+    def time(self, request: calls.Request) -> Timing:
         """Time the calls of a request once and then several times, by two clocks.
 
-        Only the word to start tells the worker by what to multiply the inputs, so that it cannot
-        compute an output earlier. Raises the errors of receive().
+        The factors by which the inputs are multiplied come with the word to start, so the worker
+        cannot compute an output earlier. Raises the errors of receive().
         """
         self.send(request)
         ready = self._reply()
         seed = secrets.randbelow(2**62)
-        once, once_outside = self._timed(Start(seed))
-        self._timed(HandOver())
+        once, once_outside = self._timed(calls.Start(seed))
+        self._timed(calls.HandOver())
         outputs, _ = request.outputs(self._taken.tensor)
         passes = math.ceil(PASSES_S / max(once.seconds, PASSES_S / MOST_PASSES))
-        often, often_outside = self._timed(Repeat(passes))
+        often, often_outside = self._timed(calls.Repeat(passes))
         return Timing(
             seed=seed,
             checksum=once.checksum,
@@ -159,14 +146,14 @@ class Runner:
     def close(self) -> None:
         """End its process, if it has one."""
 
-    def _timed(self, message: Message) -> tuple[Reply, float]:
+    def _timed(self, message: calls.Message) -> tuple[calls.Reply, float]:
         """Send a message; return the reply and the seconds until it came."""
         started = time.perf_counter()
         self._say(message)
         reply = self._reply()
         return reply, time.perf_counter() - started
 
-    def _reply(self) -> Reply:
+    def _reply(self) -> calls.Reply:
         """Return the reply to the last message; raises the error that it reports."""
         reply = self._answer()
         reply.check(self.spec.name)
@@ -176,10 +163,10 @@ class Runner:
     def _caller(self) -> caller.Caller:
         return caller.Caller(self.spec, self.device, self._given, self._taken)
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: calls.Message) -> None:
         self._message = message
 
-    def _answer(self) -> Reply:
+    def _answer(self) -> calls.Reply:
         return self._caller.answer(self._message)
 
 
@@ -188,21 +175,26 @@ class Worker(Runner):
 
     device: "cuda", the current CUDA device, "cpu", or "" for cuda if the backend runs there, else
     cpu. timeout_s: the limit of a request in seconds. races: for an emulated version, also build
-    the library that reports races at once, and not at the first call that needs it.
-
-    A version is built while the judge prepares requests; load() waits for it. Everything else is
-    loaded at once, because only then it is known which kernels it has. Raises the errors of load(),
-    UnknownBackendError, HeaderError or ArgumentError.
+    the library that reports races at once, and not at the first call that needs it. load: whether
+    to wait until a version is built and loaded; other backends always are, because only then it is
+    known which kernels they have. Raises the errors of load(), UnknownBackendError, HeaderError or
+    ArgumentError.
     """
 
     def __init__(
-        self, what: str, device: str = "", *, timeout_s: float = TIMEOUT_S, races: bool = False
+        self,
+        what: str,
+        device: str = "",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        races: bool = False,
+        load: bool = True,
     ) -> None:
         check_time_limit(timeout_s)
         self.timeout_s = timeout_s
         known = plugins.known(what)
         fds = shared_memory(), shared_memory()
-        memory = Block(fds[0]), Block(fds[1])
+        memory = calls.Block(fds[0]), calls.Block(fds[1])
         has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_device() if has_started else 0
         self._process = Process(caller.serve, fds, what, device, current, races)
@@ -210,12 +202,14 @@ class Worker(Runner):
         try:
             if known and known.version:
                 spec, decodes = known, known.version.role == "decode"
-                self.has_attention, self.has_decode = not decodes, decodes
+                has = not decodes, decodes
             else:
                 facts = msgspec.json.decode(self._loaded(what), type=caller.Facts)
                 spec = known or facts.described.spec()
-                self.has_attention, self.has_decode = facts.has_attention, facts.has_decode
-            super().__init__(spec, device, memory)
+                has = facts.has_attention, facts.has_decode
+            super().__init__(spec, device, memory, has)
+            if load:
+                self.load()
         except BaseException as error:
             self._process.close()
             for block in memory:
@@ -244,7 +238,7 @@ class Worker(Runner):
         self._taken.close()
 
     def _loaded(self, name: str) -> str:
-        """Wait until the backend is loaded; return what its process says of it."""
+        """Wait until the backend is loaded; return its process's description of it."""
         reply = self._process.answer(max(self.timeout_s, LOADING_TIMEOUT_S))
         if reply.status == "unknown":
             raise UnknownBackendError(name, reply.reasons)
@@ -253,10 +247,10 @@ class Worker(Runner):
         reply.check(name)
         return reply.text
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: calls.Message) -> None:
         self._process.say(msgspec.json.encode(message))
 
-    def _answer(self) -> Reply:
+    def _answer(self) -> calls.Reply:
         return self._process.answer(self.timeout_s)
 
 
@@ -270,32 +264,24 @@ def open_runner(
 ) -> Runner:
     """Return a Worker, or a Runner for a backend that only this process knows.
 
-    The arguments are those of Worker, whose errors it raises. load: wait until it is loaded.
+    The arguments are those of Worker, whose errors it raises.
     """
     spec, name = (plugins.known(what), what) if isinstance(what, str) else (what, _name(what))
-    runner: Runner | None = None
-    if name or spec is None:
-        try:
-            runner = Worker(name, device, timeout_s=timeout_s, races=races)
-        except UnknownBackendError:
-            if spec is None:
-                raise
-    if runner is None:
-        assert spec is not None
-        runner = Runner(spec, device)
-        if reason := spec.unavailable_reason(runner.device):
-            raise UnavailableBackendError(spec.name, reason)
-    if load:
-        try:
-            runner.load()
-        except BaseException:
-            runner.close()
+    try:
+        if name or spec is None:
+            return Worker(name, device, timeout_s=timeout_s, races=races, load=load)
+    except UnknownBackendError:
+        if spec is None:
             raise
-    return runner
+    assert spec is not None
+    device = registry.device_for(spec, device)
+    if reason := spec.unavailable_reason(device):
+        raise UnavailableBackendError(spec.name, reason)
+    return Runner(spec, device)
 
 
 def _name(spec: BackendSpec) -> str:
-    """Return what another process loads a backend by; "" if it cannot."""
+    """Return the name or path by which another process can load a backend; "" if it cannot."""
     if spec.version and spec.family == "file":
         return str(spec.version.path)
     return spec.name if registry.registered(spec.name) is spec else ""

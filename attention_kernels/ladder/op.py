@@ -166,54 +166,23 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
     """
     if version.role == "struct":
         raise HeaderError(f"{version.path.name}: its role is struct, so it is not a backend")
-    ops = {getattr(torch, one.dtype): _Op(name, one, version) for one in version.builds()}
-
-    def probe(device_type: str) -> str | None:
-        return next(filter(None, (op.probe(device_type) for op in ops.values())), None)
-
+    ops = _Ops(name, version)
     return BackendSpec(
         name=name,
         family=family,
         summary=f"{version.title[0].upper()}{version.title[1:].rstrip('.')}.",
-        loader=functools.partial(_kernels, version, ops),
+        loader=ops.kernels,
         precisions=version.precisions,
         head_dims=version.head_dims,
         device_types=("cpu",) if version.is_host else ("cuda", "cpu"),
         min_compute_capability=version.needs,
-        probe=probe,
+        probe=ops.probe,
         emulated_on=() if version.is_host else ("cpu",),
         needs_contiguous=version.layout == "contiguous",
         supports_gqa=version.layout == "strided",
         error_slack=version.error_slack,
         version=version,
     )
-
-
-def _kernels(version: VersionHeader, ops: Mapping[torch.dtype, _Op]) -> Kernels:
-    """Return a version's kernels, which call its ops, one for each dtype; nothing is compiled."""
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-        op, kv_heads = ops[q.dtype], k.shape[2]
-        if kv_heads == q.shape[2]:
-            return op(q, k, v, *others)
-        if version.role == "decode":
-            seqlens, softmax_scale = others
-            others = seqlens.repeat_interleave(kv_heads), softmax_scale
-        o = op(*_by_key_head(q, k, v), *others)
-        return o.view(-1, kv_heads, *o.shape[1:]).transpose(1, 2).reshape(q.shape)
-
-    def refusals(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
-        if k.shape[2] != q.shape[2]:
-            q, k, v = _by_key_head(q, k, v)
-        return ops[q.dtype].refusals(q, k, v, is_causal)
-
-    def prepare(device_type: str) -> None:
-        for op in ops.values():
-            op.prepare(device_type)
-
-    if version.role == "decode":
-        return Kernels(decode=kernel, prepare=prepare)
-    return Kernels(kernel, refusals=refusals, prepare=prepare)
 
 
 def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,49 +198,70 @@ def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q, k[:, :, None].expand(-1, -1, group, -1), v[:, :, None].expand(-1, -1, group, -1)
 
 
-class _Op:
-    """The op of a version file and one dtype, built and loaded on first use on a device type."""
+class _Ops:
+    """The ops of a version file, one for each dtype, which are built and loaded on first use."""
 
-    def __init__(self, name: str, version: VersionHeader, of: VersionHeader) -> None:
+    def __init__(self, name: str, version: VersionHeader) -> None:
         self.name, self.version = name, version
-        self.label = name if version is of else f"{name} ({version.dtype})"
-        self.op: Callable[..., Tensor]
-        self.loaded: set[str] = set()
+        self.builds = {getattr(torch, one.dtype): one for one in version.builds()}
+        self.loaded: set[tuple[torch.dtype, str]] = set()
         self.failed: dict[str, str] = {}
+
+    def kernels(self) -> Kernels:
+        """Return the kernels; nothing is compiled."""
+        if self.version.role == "decode":
+            return Kernels(decode=self.run, prepare=self.prepare)
+        return Kernels(self.run, refusals=self.refusals, prepare=self.prepare)
 
     def probe(self, device_type: str) -> str | None:
         reason = compilers.missing_compiler(TARGETS[device_type])
-        if reason and prebuilt.find(self.version, device_type):
+        if reason and all(prebuilt.find(one, device_type) for one in self.builds.values()):
             reason = None
         return reason or self.failed.get(device_type)
 
+    def prepare(self, device_type: str) -> None:
+        for dtype in self.builds:
+            self.load(dtype, device_type)
+
     @untraced
-    def prepare(self, device_type: str) -> bool:
-        """Build and load the op for a device type; return True, for torch.compile."""
+    def load(self, dtype: torch.dtype, device_type: str) -> bool:
+        """Build and load an op unless it is loaded; return True, for torch.compile."""
+        one = self.builds[dtype]
+        label = self.name if len(self.builds) == 1 else f"{self.name} ({one.dtype})"
         with _lock:
-            if device_type in self.loaded:
-                return True
-            try:
-                self.op = load_op(self.version, device_type, self.label)
-            except (BuildError, OSError) as error:
-                self.failed[device_type] = str(error)
-                raise UnavailableBackendError(self.name, str(error)) from error
-            self.failed.pop(device_type, None)
-            self.loaded.add(device_type)
+            if (dtype, device_type) not in self.loaded:
+                try:
+                    load_op(one, device_type, label)
+                except (BuildError, OSError) as error:
+                    self.failed[device_type] = str(error)
+                    raise UnavailableBackendError(self.name, str(error)) from error
+                self.failed.pop(device_type, None)
+                self.loaded.add((dtype, device_type))
         return True
 
-    def __call__(self, q: Tensor, *others: Any) -> Tensor:
-        """Run the op; build it first if necessary."""
-        if torch.compiler.is_compiling() or q.device.type not in self.loaded:
-            self.prepare(q.device.type)
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        """Run attention, or decode, whose k and v are the caches; build the op if necessary."""
+        kv_heads = k.shape[2]
+        if kv_heads == q.shape[2]:
+            return self.call(q, k, v, *others)
+        if self.version.role == "decode":
+            seqlens, softmax_scale = others
+            others = seqlens.repeat_interleave(kv_heads), softmax_scale
+        o = self.call(*_by_key_head(q, k, v), *others)
+        return o.view(-1, kv_heads, *o.shape[1:]).transpose(1, 2).reshape(q.shape)
+
+    def call(self, q: Tensor, *others: Any) -> Tensor:
+        if torch.compiler.is_compiling() or (q.dtype, q.device.type) not in self.loaded:
+            self.load(q.dtype, q.device.type)
         try:
-            return self.op(q, *others)
+            return _registered(self.builds[q.dtype])(q, *others)  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise self.fault(error) from error
 
     def refusals(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
         """Return the op's own reasons to refuse a call of attention."""
-        self.prepare(q.device.type)
+        if k.shape[2] != q.shape[2]:
+            q, k, v = _by_key_head(q, k, v)
         if self.version.layout == "contiguous":
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         reasons: list[str] = []
@@ -279,12 +269,9 @@ class _Op:
         # slices run nothing, but check all sizes and strides except those of the empty dimension.
         for part in (slice(1), slice(1), slice(1)), (slice(0),), (slice(None), slice(0)):
             try:
-                self.op(q[part], k[part], v[part], 1.0, is_causal)
-            except RuntimeError as error:
-                fault = self.fault(error)
-                if not isinstance(fault, UnsupportedError):
-                    raise fault from error
-                reasons += fault.reasons
+                self.call(q[part], k[part], v[part], 1.0, is_causal)
+            except UnsupportedError as error:
+                reasons += error.reasons
         return list(dict.fromkeys(reasons))
 
     def fault(self, error: RuntimeError) -> Exception:
@@ -292,7 +279,7 @@ class _Op:
         if isinstance(error, torch.OutOfMemoryError):
             return error
         error.args = (_with_line(str(error)),)
-        message = str(error).splitlines()[0].removeprefix(f"attention_kernels::{self.version.op}: ")
+        message = re.sub(r"^attention_kernels::\w+: ", "", str(error).splitlines()[0])
         if message.startswith("refuses: "):
             return UnsupportedError(self.name, message.removeprefix("refuses: ").split("; "))
         return KernelError(self.name, f"failed: {message}")
@@ -315,6 +302,11 @@ def load_op(
         )
         define_op(version.op, SCHEMAS[version.role])
         _load_library(library, version, device_type)
+    return _registered(version)
+
+
+def _registered(version: VersionHeader) -> Callable[..., Any]:
+    """Return the op of a version that is loaded."""
     return getattr(torch.ops.attention_kernels, version.op).default  # type: ignore[no-any-return]
 
 

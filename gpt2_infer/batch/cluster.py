@@ -37,6 +37,8 @@ def run_on_ray(
     many as the cluster has. The other arguments and errors are those of run(). Raises BatchError if
     Ray loses a worker, after the others have finished.
     """
+    if device not in (None, "cuda", "cpu"):
+        raise RequestError(f"device {device}: Ray itself chooses the GPU of each worker")
     try:
         import ray
     except ImportError:

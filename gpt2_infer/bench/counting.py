@@ -53,11 +53,10 @@ class Counting(Subject[Shape]):
                 metrics |= found
                 row.samples = [sum(found[name] for name in found if name.endswith("requests"))]
             row.extra["change"] = version.title
-            units = {metric: selection.unit_of(metric) for metric in metrics}
             yield Contender(
                 row,
                 beside=[
-                    Row(contender=name, metric=metric, unit=units[metric], samples=[value])
+                    Row(contender=name, metric=metric, unit="", samples=[value])
                     for metric, value in metrics.items()
                 ],
             )
@@ -73,7 +72,7 @@ def _count(version: VersionHeader, cell: Shape) -> dict[str, float] | str:
 
 
 def resources(rows: Sequence[Resources]) -> dict[str, float]:
-    """Return the resources of a version's kernels; of several kernels, the worst figure."""
+    """Return a version's resources: the worst figures if it has several kernels."""
     if not rows:
         return {}
     return {
@@ -88,7 +87,7 @@ def resources(rows: Sequence[Resources]) -> dict[str, float]:
 def totals(accesses: list[Access]) -> dict[str, float]:
     """Return a version's counts by memory and kind: sums, but the maximum of `ways`.
 
-    Of copies by TMA and products of warpgroups, only kinds that the version has.
+    Copies by TMA and products of warpgroups are counted only if the version has them.
     """
     found: Counter[str] = Counter()
     for memory, numbers in (

@@ -68,8 +68,8 @@ class Decoding(Subject[DecodeCell]):
             row.extra["weight_bytes"] = model.step_bytes
             contender = Contender(row)
             try:
-                # Keep the second text: other kernels may run while the first is compiled.
-                text = [run() for _ in range(2)][1][0]
+                run()  # other kernels may run while it is compiled
+                text, _ = run()
             except RequestError as error:
                 row.status, row.reason = "refused", str(error)
             else:
@@ -139,8 +139,7 @@ def _transformers(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
 
     def run() -> Text:
         tokens, seconds = models.timed(
-            model.device,
-            lambda: models.generated(reference, ids, cell.new_tokens, **how).tolist(),
+            model.device, lambda: models.generated(reference, ids, cell.new_tokens, **how).tolist()
         )
         return tokens, {"time": seconds}
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import Kernels
-from attention_kernels.judge.suite import KERNEL_ERRORS, Case, DecodeCase
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import KERNEL_ERRORS
 from attention_kernels.judge.truth import check_precision
 from attention_kernels.judge.worker import open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS

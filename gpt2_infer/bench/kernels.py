@@ -103,7 +103,7 @@ class Kernels(Subject[KernelCell]):
         return max(reading, flops / fastest / 1e6) / FLOOR_MARGIN
 
     def _input_bytes(self, cell: KernelCell) -> int:
-        """Return the size of a set of inputs in bytes, for decode that of the cache."""
+        """Return the bytes of one set of inputs; for decode, those of the cache."""
         return cell.min_bytes // 2 if self.decode else cell.min_bytes * 3 // 4
 
     def _sets(self, cell: KernelCell) -> int:

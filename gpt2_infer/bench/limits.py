@@ -1,4 +1,4 @@
-"""Measure what a GPU can do at most: its bandwidth, matrix products and multiply-adds."""
+"""Measure a GPU's limits: bandwidth, matrix products and multiply-adds."""
 
 from __future__ import annotations
 

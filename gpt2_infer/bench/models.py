@@ -1,4 +1,4 @@
-"""What the studies of whole models share: our models, transformers' as a peer, and a clock."""
+"""Our models, transformers' as a peer, and a clock, for the studies of whole models."""
 
 from __future__ import annotations
 

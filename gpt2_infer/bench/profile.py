@@ -64,7 +64,7 @@ class Profile(Subject[Shape]):
             raise RequestError(f"ncu reported nothing for {', '.join(sorted(unseen))}")
         for op, name in ops.items():
             first, *others = (
-                Row(contender=name, metric=metric, unit=selection.unit_of(metric), samples=[value])
+                Row(contender=name, metric=metric, unit="", samples=[value])
                 for metric, value in combined(launches[op]).items()
             )
             first.extra["kernels"] = len(launches[op])

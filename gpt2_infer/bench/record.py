@@ -319,7 +319,7 @@ def newest(folder: Path, task: str, device: str = "") -> Path:
 
 
 def check_output(path: Path) -> None:
-    """Raise ResultsError if the file exists, which is never overwritten, or check_writable()'s."""
+    """Raise ResultsError if a file exists, or the errors of check_writable()."""
     check_writable(path)
     if path.exists():
         raise ResultsError(f"{path} exists: name another file, or delete it")

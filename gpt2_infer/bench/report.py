@@ -1,4 +1,4 @@
-"""Make the report on kernels: count, predict, and hand the page what it shows."""
+"""Make the report on kernels: count their accesses, predict, and render the page."""
 
 from __future__ import annotations
 

@@ -11,13 +11,9 @@ import msgspec
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
-from attention_kernels.judge.suite import (
-    Case,
-    DecodeCase,
-    describe_error,
-    judged,
-    run_check,
-)
+from attention_kernels.judge.calls import describe_error
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import judged, run_check
 from attention_kernels.judge.truth import Verdict
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder.header import VersionHeader
@@ -102,15 +98,6 @@ def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
     return Case(**msgspec.structs.asdict(shape) | {"dtype": getattr(torch, dtype)})
 
 
-def unit_of(metric: str) -> str:
-    """Return the unit in which a metric of a profile or an inspection is recorded."""
-    if metric.endswith("_us"):
-        return "us"
-    if metric.endswith("percent"):
-        return "%"
-    return "bytes" if metric.endswith("bytes") else "count"
-
-
 def chosen(
     specs: Iterable[BackendSpec], kinds: Sequence[tuple[str, int, int]], device: str
 ) -> list[BackendSpec]:
@@ -192,3 +179,8 @@ def _emulated(case: Case | DecodeCase) -> Case | DecodeCase:
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None  # JSON has no infinity
+
+
+def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:
+    """Return GPT-2's head_dim, 64, if it is supported, else the first that is."""
+    return 64 if 64 in (takes.head_dims or (64,)) else takes.head_dims[0]

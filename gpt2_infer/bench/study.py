@@ -254,7 +254,7 @@ class Subject(Generic[Cell]):
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what the study has started."""
+        """Stop the processes that the study has started."""
 
 
 def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:

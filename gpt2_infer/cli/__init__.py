@@ -7,9 +7,11 @@ torch; a command imports it when it runs.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import io
+import json
 import re
 import sys
 import typing
@@ -22,33 +24,18 @@ from typing import Annotated, Any
 import cyclopts
 import docstring_parser
 from cyclopts import Parameter
-from rich.console import Console
 
 from gpt2_infer import __version__
 from gpt2_infer.cli import console
-from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN
+from gpt2_infer.cli.options import DEFAULT_PROMPT, no_word_is_none
 
 __all__ = ["DEFAULT_PROMPT", "Call", "main", "parse", "program"]
 
-DEFAULT_COMMAND = "generate"
-COMMANDS = {
-    "generate": "generate text with GPT-2, using the attention backend of your choice",
-    "batch": "complete files of prompts; a killed job resumes where it stopped",
-    "backends": "list the attention backends and whether they run here",
-    "verify": "check one backend against the float64 reference and show its worst case",
-    "compare": "check and time backends: end-to-end generation, or the kernel alone",
-    "diverge": "find where two backends or engines diverge, and tell a tie from a bug",
-    "perplexity": "score backends by how well the model predicts a text",
-    "export": "write a verified kernel as a repository for Hugging Face's Hub",
-    "kernels": "show the registers, spills and occupancy of a ladder's versions, without a GPU",
-    "mcp": "serve the judge and the inspection tools to programs, over MCP on standard streams",
-    "cache": "list the cached compiled kernels, or delete them",
-    "predict": "predict a kernel's time on a GPU, and what limits it, without that GPU",
-    "accesses": "count bank conflicts and memory sectors of each source line, without a GPU",
-    "report": "write an HTML report on kernels, line by line, and on results",
-}
-
-
+COMMANDS = (
+    *("generate", "batch", "backends", "verify", "compare", "diverge", "perplexity", "export"),
+    *("kernels", "mcp", "cache", "predict", "accesses", "report"),
+)
+"""The default first."""
 FLAGS = {
     "json": Parameter(help="print one JSON value to standard output, not text"),
     "debug": Parameter(help="show the traceback of an error"),
@@ -79,12 +66,12 @@ class Call:
 
     def run(self) -> int:
         """Call the function, print what it returns, and return the exit status."""
-        found = call(self.function, self.arguments, live=not self.json)
+        result = call(self.function, self.arguments, live=not self.json)
         if self.json:
-            console.show_json(console.plain(found))
-        elif hasattr(self.module, "text") and (text := self.module.text(found, **self.arguments)):
-            console.show(text)
-        return self.module.exit_status(found) if hasattr(self.module, "exit_status") else 0
+            console.show(json.dumps(console.plain(result), indent=2))
+        elif hasattr(self.module, "text"):
+            console.show(self.module.text(result, **self.arguments))
+        return self.module.exit_status(result) if hasattr(self.module, "exit_status") else 0
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any], **hidden: object) -> Any:
@@ -107,9 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.show(parsed)
             return 0
         debug = parsed.debug
-        status = parsed.run()
-        console.show(end="")
-        return status
+        return parsed.run()
     except KeyboardInterrupt:
         if debug:
             raise
@@ -142,22 +127,17 @@ def _explain(error: Exception) -> int:
 
 
 def parse(argv: Sequence[str]) -> Call | str:
-    """Return the call, or the text that --help or --version asks for.
-
-    The default command is generate. Raises CycloptsError.
-    """
+    """Return the call, or the text that --help or --version asks for; raises CycloptsError."""
     words = list(argv)
     first = next((word for word in words if word != "--debug"), "")
-    name, program = DEFAULT_COMMAND, "gpt2-infer"
+    name, program = COMMANDS[0], "gpt2-infer"
     if first in COMMANDS:
         words.remove(first)
         name, program = first, f"gpt2-infer {first}"
-    module = importlib.import_module(f"{__name__}.{name}")
-    function = getattr(module, name)
-    output = io.StringIO()
+    function = function_of(name)
     app = cyclopts.App(
         name=program,
-        help=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
+        help=first_line(function),
         help_format="plaintext",
         group_commands="Options",
         group_parameters="Options",
@@ -165,50 +145,60 @@ def parse(argv: Sequence[str]) -> Call | str:
         version=f"gpt2-infer {__version__}",
         version_flags="--version",
         default_parameter=Parameter(negative=(), show_default=_default),
-        console=Console(file=output),
+        config=no_word_is_none,
     )
     app.default(_with_flags(function))
-    for other, what in COMMANDS.items() if first not in COMMANDS else ():  # for the help
-        app.command(cyclopts.App(name=other, help=what, group="Commands"))
+    for other in COMMANDS if first not in COMMANDS else ():  # for the help
+        app.command(cyclopts.App(name=other, help=first_line(function_of(other)), group="Commands"))
     called, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     if called is not app.default_command:  # help or version
-        called(*bound.args, **bound.kwargs)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            called(*bound.args, **bound.kwargs)
         return output.getvalue().rstrip()
     bound.apply_defaults()
     arguments = dict(bound.arguments)
     flags = {flag: arguments.pop(flag) for flag in FLAGS if flag in arguments}
-    return Call(module, function, arguments, **flags)
+    return Call(sys.modules[function.__module__], function, arguments, **flags)
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Return a command's function."""
+    function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+    return function
+
+
+def first_line(function: Callable[..., Any]) -> str:
+    """Return the first line of a docstring."""
+    return (function.__doc__ or "").partition("\n")[0]
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a command's function, with types and helps in their annotations."""
-    found = inspect.signature(function).parameters
-    hints = {name: function.__annotations__[name] for name in found}
+    given = inspect.signature(function).parameters
+    # The type that it returns may be imported for type checkers only.
+    hints = {name: function.__annotations__[name] for name in given}
     names = vars(sys.modules[function.__module__])
     types = typing.get_type_hints(type("_", (), {"__annotations__": hints}), names, None, True)
-    for one in docstring_parser.parse(function.__doc__ or "").params:
-        text = " ".join((one.description or "").split())
-        types[one.arg_name] = Annotated[types[one.arg_name], Parameter(help=text)]
-    return {name: one.replace(annotation=types[name]) for name, one in found.items()}
+    for described in docstring_parser.parse(function.__doc__ or "").params:
+        name, text = described.arg_name, " ".join((described.description or "").split())
+        types[name] = Annotated[types[name], Parameter(help=text)]
+    return {name: given[name].replace(annotation=types[name]) for name in given}
 
 
 def _with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the parameters that a user may give, and with the flags."""
-    every = parameters(function)
-    given = {name: one for name, one in every.items() if HIDDEN not in extras(one)}
+    """Return a function with the parameters of another, and the flags."""
+    given = parameters(function)
     for flag, meaning in FLAGS.items():
-        if flag == "json" and function.__annotations__["return"] == "None":
-            continue
-        kind = Annotated[bool, meaning]
-        given[flag] = inspect.Parameter(
-            flag, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind
-        )
+        if flag != "json" or function.__annotations__["return"] != "None":
+            kind = Annotated[bool, meaning]
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            given[flag] = inspect.Parameter(flag, keyword, default=False, annotation=kind)
 
-    def call(**_: Any) -> None: ...
+    def command(**_: Any) -> None: ...
 
-    call.__signature__ = inspect.Signature([*given.values()])  # type: ignore[attr-defined]
-    call.__annotations__ = {name: one.annotation for name, one in given.items()}
-    return call
+    command.__signature__ = inspect.Signature([*given.values()])  # type: ignore[attr-defined]
+    command.__annotations__ = {name: one.annotation for name, one in given.items()}
+    return command
 
 
 def extras(one: inspect.Parameter) -> tuple[Any, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from gpt2_infer.cli.options import BACKEND, TIMEOUT, Count, Seconds
-from gpt2_infer.cli.versions import call_shape, describe, version_of
+from gpt2_infer.cli.versions import call_shape, version_of
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.accesses import Access
@@ -45,15 +45,12 @@ def accesses(
     return count_accesses(version, seqlen=seqlen, **shape, timeout_s=timeout_s)
 
 
-def text(found: list[Access], name: str, **given: Any) -> str:
-    """Return the shape, a table of the accesses, and what its line numbers mean."""
+def text(found: list[Access], **_: object) -> str:
+    """Return a table of the accesses, and what its line numbers mean."""
     from attention_kernels.inspection.accesses import format_table
 
-    _, version = version_of(name)
-    sizes = (given[option] for option in ("head_dim", "batch", "heads", "full"))
-    shape = {"seqlen": given["seqlen"], **call_shape(version, *sizes)}
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lines = [f"{version.path.name}, emulated: {describe(shape)}\n", format_table(found, width)]
+    lines = [format_table(found, width)]
     if any(len(access.lines) > 1 for access in found):
         legend = "Line a>b: line a of the kernel calls a function, which accesses memory in line b."
         lines += ["", legend]

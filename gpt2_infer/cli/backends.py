@@ -6,13 +6,10 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 from tabulate import tabulate
-
-if TYPE_CHECKING:
-    from attention_kernels import BackendSpec
 
 NOT_HERE = "not here"
 
@@ -28,7 +25,6 @@ class Backend:
     """The precision class of each dtype that it takes."""
     head_dims: list[int]
     """The head dimensions that it takes; empty: any."""
-    devices: list[str]
     emulated_on: list[str]
     """The devices on which an emulator runs it."""
     choices: list[str]
@@ -38,7 +34,7 @@ class Backend:
     predecessor: str | None
     """The backend that it changes, if it is a step of a ladder."""
     unavailable: dict[str, str | None]
-    """Why it does not run here on "cuda" and on "cpu"; None: it does."""
+    """Why it does not run here on each of its devices; None: it does."""
 
     @property
     def state(self) -> str:
@@ -68,61 +64,44 @@ def backends(names: Annotated[tuple[str, ...], Parameter(name="WHAT")] = (), /) 
         families = {name: [spec for spec in specs if spec.family == name] for name in names}
         named = (families[name] or [ladder.resolve(name)] for name in names)
         specs = [*dict.fromkeys(itertools.chain.from_iterable(named))]
-    before = {
-        name: start
-        for family in ladder.families()
-        for name, start in ladder.predecessors(ladder.versions(family)).items()
-    }
-    return [_describe(spec, before.get(spec.name)) for spec in specs]
-
-
-def _describe(spec: BackendSpec, predecessor: str | None) -> Backend:
-    from attention_kernels import ladder
-
-    return Backend(
-        spec.name,
-        spec.family,
-        spec.summary,
-        precisions=dict(spec.precisions),
-        head_dims=[*spec.head_dims],
-        devices=[*spec.device_types],
-        emulated_on=[*spec.emulated_on],
-        choices=[*spec.choices],
-        prebuilt=ladder.is_prebuilt(spec),
-        predecessor=predecessor,
-        unavailable={device: spec.unavailable_reason(device) for device in ("cuda", "cpu")},
-    )
+    predecessors: dict[str, str | None] = {}
+    for family in ladder.families():
+        predecessors |= ladder.predecessors(ladder.versions(family))
+    return [
+        Backend(
+            spec.name,
+            spec.family,
+            spec.summary,
+            precisions=dict(spec.precisions),
+            head_dims=[*spec.head_dims],
+            emulated_on=[*spec.emulated_on],
+            choices=[*spec.choices],
+            prebuilt=ladder.is_prebuilt(spec),
+            predecessor=predecessors.get(spec.name),
+            unavailable={device: spec.unavailable_reason(device) for device in spec.device_types},
+        )
+        for spec in specs
+    ]
 
 
 def text(found: Sequence[Backend], names: Sequence[str]) -> str:
     """Return a line per backend, numbered ones of a family in one; or details of those named."""
     if names:
         return "\n".join(line for row in found for line in _details(row))
-    groups: dict[tuple[str, str, str], list[Backend]] = {}
-    for row in found:
-        stem = re.sub(r"(?<=_)\d+$", "", row.name)
-        groups.setdefault((row.family, stem, row.state), []).append(row)
     table, before = [], ""
-    for (family, stem, state), group in groups.items():
-        name, what = group[0].name, group[0].summary
-        if len(group) > 1:
-            numbers = sorted(int(row.name.removeprefix(stem)) for row in group)
-            name, what = f"{stem}{_ranges(numbers)}", f"{len(group)} versions"
+    kinds = itertools.groupby(
+        found, key=lambda row: (row.family, re.sub(r"(?<=_)\d+$", "", row.name), row.state)
+    )
+    for (family, _, state), rows in kinds:
+        first, *more = rows
+        name, what = first.name, first.summary
+        if more:
+            last = re.search(r"\d+$", more[-1].name)
+            name, what = f"{name} to {last[0] if last else ''}", f"{len(more) + 1} versions"
         table.append(("" if family == before else family, name, state, what))
         before = family
     lines = tabulate(table, tablefmt="plain", disable_numparse=True)
     return f"{lines}\n\n`gpt2-infer backends WHAT` has the details of a family or a backend."
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers in words: "1 to 3, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _details(row: Backend) -> Iterator[str]:
@@ -132,8 +111,6 @@ def _details(row: Backend) -> Iterator[str]:
     origin = "; its CUDA kernels are prebuilt" if row.prebuilt else ""
     yield f"{row.name} ({row.family}), {row.state}: {row.summary}"
     yield f"  takes {takes}; head_dim {dims}{start}{origin}"
-    for choice in row.choices:
-        yield f"  {choice}"
+    yield from (f"  {choice}" for choice in row.choices)
     if row.state == NOT_HERE:
-        reasons = dict.fromkeys(row.unavailable[device] or "" for device in row.devices)
-        yield f"  {'; '.join(reasons)}"
+        yield f"  {'; '.join(dict.fromkeys(reason or '' for reason in row.unavailable.values()))}"

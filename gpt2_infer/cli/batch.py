@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,12 +11,6 @@ from cyclopts import Parameter
 from gpt2_infer.cli.console import EXIT_NO_ROW, print_error
 from gpt2_infer.cli.options import Count, Model, Text, matching
 from gpt2_infer.errors import RequestError
-
-INPUT = (
-    "prompts: JSON Lines (.jsonl) or Parquet (.parquet) with the columns prompt and, optionally, "
-    "id; or text (.txt), one prompt per line"
-)
-
 
 SHARD = matching(
     r"\d{1,9}/\d{1,9}",
@@ -102,7 +94,6 @@ def batch(
         part_rows=part_rows,
         batch_size=None if batch_size == "auto" else batch_size,
     )
-    started = time.perf_counter()
     with tqdm(unit="row", disable=None) as bar:
         how |= {"on_rows": bar.update}
         if ray is not None:
@@ -110,7 +101,6 @@ def batch(
             entries = job.run_on_ray(inputs, out, settings, address=address, workers=workers, **how)
         else:
             entries = job.run(inputs, out, settings, shard=shard or (0, 1), **how)
-    print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
     rows, errors = sum(e.rows for e in entries), sum(e.errors for e in entries)
     return Completed(rows, errors, len(entries), str(out))
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from dataclasses import dataclass
 
 
-class Entry(Struct):
-    """A file or folder in the cache."""
-
-    name: str
-    bytes: int
-
-
-class Cache(Struct):
-    """What is in the cache, and what was deleted."""
+@dataclass(frozen=True)
+class Cache:
+    """The content of the cache, and how much was deleted."""
 
     folder: str
-    entries: list[Entry]
+    entries: dict[str, int]
+    """The size in bytes of each file or folder in it."""
     freed_bytes: int
 
 
@@ -29,7 +24,7 @@ def cache(*, clear: bool = False) -> Cache:
     from attention_kernels.ladder import build
 
     freed = build.clear_cache() if clear else 0
-    entries = [Entry(path.name, size) for path, size in build.cache_entries().items()]
+    entries = {path.name: size for path, size in build.cache_entries().items()}
     return Cache(str(build.cache_dir()), entries, freed)
 
 
@@ -37,6 +32,5 @@ def text(found: Cache, *, clear: bool) -> str:
     """Return a line per entry and the total, or how much was freed."""
     if clear:
         return f"freed {found.freed_bytes / 2**20:.1f} MiB in {found.folder}"
-    lines = [f"{entry.bytes / 2**20:8.1f} MiB  {entry.name}" for entry in found.entries]
-    total = sum(entry.bytes for entry in found.entries)
-    return "\n".join([*lines, f"{total / 2**20:8.1f} MiB in {found.folder}"])
+    lines = [f"{size / 2**20:8.1f} MiB  {name}" for name, size in found.entries.items()]
+    return "\n".join([*lines, f"{sum(found.entries.values()) / 2**20:8.1f} MiB in {found.folder}"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from cyclopts import Group, Parameter
@@ -45,8 +45,8 @@ def compare(
     """Check backends, and time them in every combination of the lists, in interleaved rounds.
 
     A time counts only if the outputs of the timed calls are right and two clocks agree; otherwise
-    the status says so. Emulated kernels have no time. out: None writes no file. Raises RequestError
-    and the errors of study.run().
+    the status says so. Emulated kernels have no time. An interrupted comparison resumes when it is
+    repeated. out: None writes no file. Raises RequestError and the errors of study.run().
 
     Args:
         task: what to time
@@ -55,7 +55,7 @@ def compare(
         backends: backend names or version files, *.cu
         families: families, from `gpt2-infer backends`
         baseline: backend that ratios refer to (default: NAIVE_PYTORCH)
-        device: cuda, cuda:1 or the like, or cpu (default: cuda if available)
+        device: cuda or cpu (default: cuda if available)
         dtypes: dtypes (default: float32)
         batch_sizes: batch sizes (default: 1)
         rounds: timed rounds, after a warm-up round (default: 5)
@@ -71,28 +71,15 @@ def compare(
         full: omit the causal mask
         decode: time decode kernels; N is a cache's length
     """
-    asked = {option: value for option, value in locals().items() if value}
+    given = {option: value for option, value in locals().items() if value}
     from gpt2_infer.bench import study
 
     kind: type[study.KernelStudy | study.GenerationStudy]
     kind = study.KernelStudy if task == "kernel" else study.GenerationStudy
-    for option in asked.keys() - {"task", "out", "name"}:
-        if option not in kind.__struct_fields__:
-            raise RequestError(f"--{option.replace('_', '-')} is not for --task {task}")
-    settings = {
-        option: value for option, value in asked.items() if option not in ("task", "out", "name")
-    }
-    try:
-        found = study.run(msgspec.convert(settings, kind, strict=False), name or task, out)
-    except KeyboardInterrupt:
-        partial = out and out.with_name(f"{out.name}.partial")
-        kept = (
-            f"rerun to resume from {partial}"
-            if partial and partial.exists()
-            else "nothing was saved"
-        )
-        print(f"\ninterrupted: {kept}", file=sys.stderr)
-        raise
+    settings = {k: v for k, v in given.items() if k not in ("task", "out", "name")}
+    for option in settings.keys() - {*kind.__struct_fields__}:
+        raise RequestError(f"--{option.replace('_', '-')} is not for --task {task}")
+    found = study.run(msgspec.convert(settings, kind, strict=False), name or task, out)
     if out:
         print(f"wrote {out}", file=sys.stderr)
     return found
@@ -103,14 +90,3 @@ def text(found: File, out: Path, **_: object) -> str:
     from gpt2_infer.bench.show import tables
 
     return tables.render(str(out), found)
-
-
-def timings(found: File) -> list[dict[str, Any]]:
-    """Return the times of kernels alone, in microseconds per call, or why there are none."""
-    rows = []
-    for row in found.of("time"):
-        times = (row.median, *row.spread) if row.samples else (None, None, None)
-        named = dict(zip(("median_us", "min_us", "max_us"), times, strict=True))
-        why = {"status": row.status, "reason": row.reason}
-        rows.append({"backend": row.contender, **msgspec.to_builtins(row.kernel), **why, **named})
-    return rows

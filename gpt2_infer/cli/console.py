@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import Any
@@ -38,26 +37,17 @@ def show(text: object = "", *, end: str = "\n") -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return what a command found as JSON values: with its own to_json(), if it has one."""
+    """Return a result as JSON values, by its own to_json() if it has one; null if not finite."""
     if isinstance(value, list):
         return [plain(one) for one in value]
-    return value.to_json() if hasattr(value, "to_json") else msgspec.to_builtins(value)
+    value = value.to_json() if hasattr(value, "to_json") else value
+    return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def shorten(message: str, most: int = 200) -> str:
     """Leave out the middle of a message that quotes a long word."""
     half = most // 2
     return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
-
-
-def show_json(value: object) -> None:
-    """Write a value to standard output as JSON."""
-    show(json.dumps(finite(value), indent=2))
-
-
-def finite(value: Any) -> Any:
-    """Return a JSON value with null for numbers that are not finite."""
-    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def prepare_streams() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from cyclopts import Parameter
 
@@ -45,17 +45,20 @@ def diverge(
     from gpt2_infer.diverge import diverge as find
     from gpt2_infer.request import EngineName
 
-    sides: tuple[str | BackendSpec, str | BackendSpec] = a, b
-    attention = None
+    first: str | BackendSpec = a
+    second: str | BackendSpec = b
     if not {a, b} & {*get_args(EngineName)}:
-        attention, other = ladder.resolve_all([a, b])
-        sides = attention, other
-    request = {"prompts": [prompt], "max_new_tokens": max_new_tokens}
-    loaded, checked = model.load(request=request, attention=attention)
-    (row,) = checked.rows
-    how: dict[str, Any] = {"mode": "kv-cache" if kv_cache else "recompute"}
-    how["progress"] = live and sys.stderr.isatty()
-    return find(loaded, *sides, row, max_new_tokens=max_new_tokens, **how)
+        first, second = ladder.resolve_all([a, b])
+    loaded, checked = model.load(request={"prompts": [prompt], "max_new_tokens": max_new_tokens})
+    return find(
+        loaded,
+        first,
+        second,
+        checked.rows[0],
+        max_new_tokens=max_new_tokens,
+        mode="kv-cache" if kv_cache else "recompute",
+        progress=live and sys.stderr.isatty(),
+    )
 
 
 def text(found: Divergence, **_: object) -> str:

@@ -14,7 +14,6 @@ from cyclopts import Parameter
 
 from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
 from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN, Model, Text
-from gpt2_infer.cli.summary import format_report, make_report
 from gpt2_infer.errors import RequestError
 
 
@@ -71,16 +70,14 @@ def generate(
 
     from attention_kernels import ladder
     from gpt2_infer import generation
+    from gpt2_infer.summary import format_report, make_report
 
     settings = text.settings(model)
-    attention, decode_attention = (
-        None if name is None else ladder.resolve(name) for name in (backend, decode_backend)
-    )
-    started = time.perf_counter()
     mode = "kv-cache" if kv_cache else "recompute"
+    started = time.perf_counter()
     loaded, request = model.load(
-        attention=attention,
-        decode_attention=decode_attention,
+        attention=ladder.resolve(backend) if backend else None,
+        decode_attention=ladder.resolve(decode_backend) if decode_backend else None,
         seed=settings["sampling"].seed,
         request=settings | {"prompts": prompts, "mode": mode, "engine": engine},
     )
@@ -101,9 +98,9 @@ def generate(
     name = model.model + (f"@{model.revision}" if model.revision else "")
     if model.random_weights:
         name += " (random weights: the text means nothing)"
-    report = make_report(loaded, result, name=name, load_s=load_s)
     rows = zip(prompts, result.texts, result.finish_reasons, result.tokens, strict=True)
     keys = ("prompt", "text", "finish_reason", "tokens")
+    report = make_report(loaded, result, name=name, load_s=load_s)
     found = Generated(report, [dict(zip(keys, row, strict=True)) for row in rows])
     if live:
         for i, row in enumerate(found.results if not streams else (), 1):

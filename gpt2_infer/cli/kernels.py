@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
-from msgspec import Meta
 
-from gpt2_infer.cli.options import MANY, Counts, matching
+from gpt2_infer.cli.options import Counts
 from gpt2_infer.cli.versions import versions_of
 from gpt2_infer.errors import RequestError
 
@@ -15,22 +14,11 @@ if TYPE_CHECKING:
     from attention_kernels.inspection.resources import Resources
 
 
-Arch: TypeAlias = Annotated[
-    str,
-    Meta(pattern=r"^\d{2,3}$"),
-    matching(
-        r"(?:sm_)?\d{2,3}",
-        "a compute capability, such as 90 or sm_90",
-        lambda text: text.removeprefix("sm_"),
-    ),
-]
-
-
 def kernels(
     names: Annotated[tuple[str, ...], Parameter(name="BACKEND")] = (),
     /,
     *,
-    archs: Annotated[tuple[Arch, ...], MANY, Parameter(name="--arch")] = (),
+    archs: Annotated[Counts, Parameter(name="--arch")] = (),
     head_dims: Annotated[Counts, Parameter(name="--head-dim")] = (),
     family: str | None = None,
 ) -> list[Resources]:
@@ -40,7 +28,7 @@ def kernels(
 
     Args:
         names: backend names or version files, *.cu (default: a whole ladder)
-        archs: compute capabilities, such as 90 or sm_90 (default: 75 80 90 120)
+        archs: compute capabilities, such as 90 (default: 75 80 90 120)
         head_dims: head dimensions (default: all that a version supports)
         family: ladder, from `gpt2-infer backends`, or all (default: fp32)
     """
@@ -60,11 +48,9 @@ def kernels(
         raise RequestError(f"no ladder named {family}, only {', '.join(ladder.families())}")
     taken = {head_dim for version in versions.values() for head_dim in version.head_dims}
     if unknown := {*head_dims} - taken:
-        of = ", ".join(names) or family or "fp32"
-        raise RequestError(f"no version of {of} supports head_dim {', '.join(map(str, unknown))}")
-    return resources.resource_table(
-        list(versions.values()), archs or resources.ARCHS, head_dims or sorted(taken)
-    )
+        raise RequestError(f"no version here supports head_dim {min(unknown)}")
+    wanted = [*map(str, archs)] or resources.ARCHS
+    return resources.resource_table([*versions.values()], wanted, head_dims or sorted(taken))
 
 
 def text(found: list[Resources], **_: object) -> str:

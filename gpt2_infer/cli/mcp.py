@@ -6,7 +6,7 @@ from gpt2_infer.errors import RequestError
 
 
 def mcp() -> None:
-    """Serve the tools until the client closes standard input."""
+    """Serve the judge and the inspection tools to programs, over MCP on standard streams."""
     try:
         from gpt2_infer.cli.tools import serve
     except ModuleNotFoundError as error:

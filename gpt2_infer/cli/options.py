@@ -2,115 +2,75 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
+import msgspec
 from cyclopts import CoercionError, Parameter
+from cyclopts.annotations import resolve_optional
 from msgspec import Meta
 
 from gpt2_infer.config import ProductsName
-from gpt2_infer.errors import RequestError, integer_error
+from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from cyclopts import Token
+    from cyclopts.argument import ArgumentCollection
 
     from attention_kernels import BackendSpec
     from gpt2_infer.model import GPT2
     from gpt2_infer.request import Request
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"  # as in the case study
-_INT32 = 2**31 - 1  # which kernels take
+MOST = 2**31 - 1  # kernels take 32-bit integers
 
 
-def wrong(tokens: Sequence[Token], message: str) -> CoercionError:
-    """Return the error for a value; a ValueError's message is lost for one of several values."""
-    return CoercionError(msg=message, token=tokens[0])
-
-
-def _integer(limits: Meta) -> Parameter:
-    """Return how the command line reads an integer; msgspec checks the same limits for mcp."""
-
-    def convert(_: object, tokens: Sequence[Token]) -> int:
-        text = tokens[0].value
-        # No range reaches 20 digits, and Python refuses to convert more than 4,300.
-        value = int(text) if re.fullmatch(r"-?\d{1,19}", text) else text[:40]
-        assert limits.ge is not None
-        assert limits.le is not None
-        if error := integer_error(value, int(limits.ge), int(limits.le)):
-            raise wrong(tokens, error)
-        return int(value)
-
-    return Parameter(converter=convert)
+def no_word_is_none(_: object, __: object, arguments: ArgumentCollection) -> None:
+    """Read the words none and null like any other, also for an option that is None by default."""
+    for argument in arguments:
+        argument.hint = resolve_optional(argument.hint)
 
 
 def matching(pattern: str, what: str, build: Callable[[str], Any], **more: Any) -> Parameter:
-    """Return how the command line reads a word of a pattern; what: what it must be."""
+    """Return a parameter whose word must match a pattern; what: the pattern in words."""
 
     def convert(_: object, tokens: Sequence[Token]) -> Any:
         text = tokens[0].value
         if not re.fullmatch(pattern, text):
-            raise wrong(tokens, f"must be {what}, not {text[:40]!r}")
+            # The message of a ValueError is lost if the option takes several values.
+            raise CoercionError(msg=f"must be {what}, not {text[:40]!r}", token=tokens[0])
         return build(text)
 
     return Parameter(converter=convert, **more)
 
 
-def _seconds(_: object, tokens: Sequence[Token]) -> float:
-    text = tokens[0].value
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= threading.TIMEOUT_MAX:
-        raise wrong(tokens, f"must be a positive number of seconds, not {text[:40]!r}")
-    return value
+def _number(kind: type, what: str, limits: Meta) -> Parameter:
+    """Return a parameter with the limits that msgspec also checks for mcp; what: both in words."""
+
+    def convert(_: object, tokens: Sequence[Token]) -> Any:
+        text = tokens[0].value
+        try:
+            return msgspec.convert(text, Annotated[kind, limits], strict=False)
+        except msgspec.ValidationError:
+            message = f"must be {what}, not {text[:40]!r}"
+            raise CoercionError(msg=message, token=tokens[0]) from None
+
+    return Parameter(converter=convert)
 
 
-def see_only(device: str) -> str:
-    """Hide all GPUs except that of "cuda:1" from this process and those it starts; return "cuda".
-
-    So whatever takes the first or the current GPU takes that one, also in a worker. Raises
-    UnavailableDeviceError, also if CUDA has started in this process: it looks only once.
-    """
-    kind, _, index = device.partition(":")
-    if not index:
-        return kind
-    import torch
-
-    from gpt2_infer.errors import UnavailableDeviceError
-
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    visible = [*map(str, range(1000))] if before is None else before.split(",")
-    os.environ[name] = dict(enumerate(visible)).get(int(index), "")
-    has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if has_started or torch.cuda.device_count() != 1:
-        os.environ.pop(name)
-        os.environ |= {} if before is None else {name: before}
-        raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
-    return kind
-
-
-_ONE, _ZERO, _TWO = Meta(ge=1, le=_INT32), Meta(ge=0, le=_INT32), Meta(ge=2, le=_INT32)
+_ONE, _TWO, _ZERO = Meta(ge=1, le=MOST), Meta(ge=2, le=MOST), Meta(ge=0, le=MOST)
 _SEED, _SECONDS = Meta(ge=0, le=2**63 - 1), Meta(gt=0, le=threading.TIMEOUT_MAX)
-Count: TypeAlias = Annotated[int, _ONE, _integer(_ONE)]
-Size: TypeAlias = Annotated[int, _ZERO, _integer(_ZERO)]
-Rounds: TypeAlias = Annotated[int, _TWO, _integer(_TWO)]  # one sample has no spread
-Seed: TypeAlias = Annotated[int, _SEED, _integer(_SEED)]
-Seconds: TypeAlias = Annotated[float, _SECONDS, Parameter(converter=_seconds)]
-Device: TypeAlias = Annotated[
-    Literal["cuda", "cpu"],
-    matching(
-        r"cpu|cuda(:\d{1,3})?",
-        "a device, cuda, cuda:1 or the like, or cpu",
-        see_only,
-        show_choices=False,
-    ),
+Count: TypeAlias = Annotated[int, _ONE, _number(int, f"an integer from 1 to {MOST}", _ONE)]
+Rounds: TypeAlias = Annotated[int, _TWO, _number(int, f"an integer from 2 to {MOST}", _TWO)]
+Size: TypeAlias = Annotated[int, _ZERO, _number(int, f"an integer from 0 to {MOST}", _ZERO)]
+Seed: TypeAlias = Annotated[int, _SEED, _number(int, "an integer from 0 to 2^63 - 1", _SEED)]
+Seconds: TypeAlias = Annotated[
+    float, _SECONDS, _number(float, "a positive number of seconds", _SECONDS)
 ]
+Device: TypeAlias = Literal["cuda", "cpu"]
 Dtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 KernelDtype: TypeAlias = Literal["float32", "float16", "bfloat16", "float64"]
 
@@ -138,7 +98,7 @@ class Model:
     model: str = "openai-community/gpt2"
     revision: str | None = None
     random_weights: bool = False
-    device: Device | None = None
+    device: str | None = None
     dtype: Dtype = "float32"
     products: ProductsName = "ieee-fp32"
 
@@ -151,7 +111,7 @@ class Model:
         seed: int = 0,
     ) -> tuple[GPT2, Request]:
         """Return the model and the request; the request is checked before any weight is read."""
-        from gpt2_infer.checkpoint import open_checkpoint, resolve_device, resolve_dtype
+        from gpt2_infer.checkpoint import open_checkpoint, resolve_device
         from gpt2_infer.model import GPT2
         from gpt2_infer.request import Request
 
@@ -160,10 +120,10 @@ class Model:
             self.model, revision=self.revision, random_weights=self.random_weights
         )
         checked = Request(config=checkpoint.config, tokenizer=checkpoint.tokenizer, **request)
-        model = GPT2.from_checkpoint(
+        model = GPT2.from_pretrained(
             checkpoint,
             device=device,
-            dtype=resolve_dtype(self.dtype),
+            dtype=self.dtype,
             attention=attention,
             decode_attention=decode_attention,
             products=self.products,
@@ -203,5 +163,5 @@ class Text:
             raise RequestError(
                 "--seed needs a temperature above 0: greedy decoding is deterministic"
             )
-        ends = ("max_new_tokens", "stop", "ignore_eos")
-        return {name: asdict(self)[name] for name in ends} | {"sampling": sampling}
+        ends = {"max_new_tokens": self.max_new_tokens, "stop": self.stop}
+        return ends | {"ignore_eos": self.ignore_eos, "sampling": sampling}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -13,32 +12,6 @@ from gpt2_infer.cli.options import Count, Model, Names
 
 if TYPE_CHECKING:
     from gpt2_infer.perplexity import Score
-
-INPUT = (
-    "UTF-8 text, .xz or plain, documents separated by a line <|endoftext|> (default: the bundled "
-    "model's held-out books)"
-)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The score of each backend, NAIVE_PYTORCH's first, and how it was computed."""
-
-    model: str
-    dtype: str
-    products: str
-    input: str
-    bytes: int
-    window: int
-    stride: int
-    scores: list[Score]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return every field, and each score's perplexity and standard errors."""
-        value = dataclasses.asdict(self)
-        for row, score in zip(value["scores"], self.scores, strict=True):
-            row |= {"perplexity": score.perplexity, "standard_errors": score.standard_errors}
-        return value
 
 
 def perplexity(
@@ -50,7 +23,7 @@ def perplexity(
     stride: Count | None = None,
     max_tokens: Count | None = None,
     model: Annotated[Model, Parameter(name="*", group="Model")] = Model(),
-) -> Scores:
+) -> list[Score]:
     """Score backends by how well the model predicts a text.
 
     Raises the errors of GPT2.from_pretrained(), perplexity.read_text() and perplexity.compare().
@@ -71,31 +44,24 @@ def perplexity(
 
     options = dataclasses.asdict(model)
     loaded = GPT2.from_pretrained(options.pop("model"), attention=scoring.BASELINE, **options)
-    path = path or scoring.HELD_OUT
-    text = scoring.read_text(path, loaded, max_tokens=max_tokens)
+    text = scoring.read_text(path or scoring.HELD_OUT, loaded, max_tokens=max_tokens)
     window = window or loaded.config.n_positions
     stride = stride or max(1, window // 2)
     with tqdm(unit="tok", disable=None) as bar:
-        scores = scoring.compare(
+        return scoring.compare(
             loaded, backends, text, window=window, stride=stride, progress=bar.update
         )
-    facts = (model.model, model.dtype, model.products, path.name, text.bytes, window, stride)
-    return Scores(*facts, scores)
 
 
-def text(found: Scores, **_: object) -> str:
-    """Return a table, and below it what was scored."""
+def text(found: list[Score], **_: object) -> str:
+    """Return a table, and below it how many tokens were scored."""
     from tabulate import tabulate
 
     table = [("backend", "bits per byte", "perplexity", "nats per token", "standard errors")]
-    for i, s in enumerate(found.scores):
+    for i, s in enumerate(found):
         differences = (f"{s.difference:+.2e}", f"{s.standard_errors:+.1f}") if i else ("", "")
         table.append((s.backend, f"{s.bits_per_byte:.6f}", f"{s.perplexity:.5f}", *differences))
     align = ("left", *["right"] * 4)
     lines = tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align)
-    first = found.scores[0]
-    return (
-        f"{lines}\n{first.tokens} tokens, {found.bytes} bytes of {found.input}; {found.dtype}, "
-        f"windows of {found.window}, stride {found.stride}; the last two columns: difference from "
-        f"{first.backend}"
-    )
+    first = found[0]
+    return f"{lines}\n{first.tokens} tokens; the last two columns: difference from {first.backend}"

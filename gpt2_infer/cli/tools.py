@@ -5,7 +5,6 @@ Calls run one after the other, each in a thread, so that no call disturbs what a
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import multiprocessing
@@ -17,7 +16,6 @@ from typing import Annotated, Any
 import anyio
 import msgspec
 from anyio import from_thread, to_thread
-from cyclopts import Parameter
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
@@ -32,8 +30,8 @@ from mcp_types import (
 
 from attention_kernels.child import ending
 from gpt2_infer import __version__
-from gpt2_infer.cli import call, extras, parameters
-from gpt2_infer.cli.console import EXIT_BAD_INPUT, EXIT_FAILED, finite, message_of, plain
+from gpt2_infer.cli import call, extras, function_of, parameters
+from gpt2_infer.cli.console import EXIT_BAD_INPUT, EXIT_FAILED, message_of, plain
 from gpt2_infer.cli.options import HIDDEN, Model
 
 INSTRUCTIONS = (
@@ -42,9 +40,7 @@ INSTRUCTIONS = (
     "with passed false. An error means that there is no verdict, and says why."
 )
 NAMES = ("backends", "verify", "accesses", "predict", "kernels", "compare", "diverge")
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(importlib.import_module(f"gpt2_infer.cli.{name}"), name) for name in NAMES
-}
+FUNCTIONS = {name: function_of(name) for name in NAMES}
 _turn = anyio.Lock()
 
 
@@ -71,23 +67,16 @@ def serve() -> None:
 
 def arguments_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
     """Return a struct of the parameters that a program may give; others are refused by name."""
+    every = parameters(function)
+    if function.__name__ == "diverge":  # the options of the model are arguments, too
+        every |= parameters(Model)
     fields: list[tuple[str, Any, Any]] = []
-    for name, one in parameters(function).items():
-        if isinstance(one.default, Model):
-            defaults = vars(one.default)
-            given = parameters(Model)
-            fields += [(n, _described(given[n]), default) for n, default in defaults.items()]
-        elif HIDDEN not in extras(one):
-            default = msgspec.NODEFAULT if one.default is inspect.Parameter.empty else one.default
-            fields.append((name, _described(one), default))
+    for name, one in every.items():
+        if HIDDEN not in extras(one):
+            meaning = msgspec.Meta(description=extras(one)[-1].help)
+            default = msgspec.NODEFAULT if one.default is one.empty else one.default
+            fields.append((name, Annotated[one.annotation, meaning], default))
     return msgspec.defstruct(function.__name__, fields, kw_only=True, forbid_unknown_fields=True)
-
-
-def _described(one: inspect.Parameter) -> Any:
-    helps = [extra.help for extra in extras(one) if isinstance(extra, Parameter) and extra.help]
-    return (
-        Annotated[one.annotation, msgspec.Meta(description=helps[-1])] if helps else one.annotation
-    )
 
 
 async def _list(_: ServerRequestContext, __: PaginatedRequestParams | None) -> ListToolsResult:
@@ -97,14 +86,8 @@ async def _list(_: ServerRequestContext, __: PaginatedRequestParams | None) -> L
             [arguments_of(function)], schema_hook=lambda _: {"type": "string"}
         )
         schema = components[schema["$ref"].rpartition("/")[2]]
-        text = (function.__doc__ or "").partition("\n    Args:\n")[0]
-        tools.append(
-            Tool(
-                name=name,
-                description=inspect.cleandoc(text),
-                input_schema={"type": "object", **schema},
-            )
-        )
+        text = inspect.cleandoc((function.__doc__ or "").partition("\n    Args:\n")[0])
+        tools.append(Tool(name=name, description=text, input_schema={"type": "object", **schema}))
     return ListToolsResult(tools=tools)
 
 
@@ -124,7 +107,7 @@ async def _call(context: ServerRequestContext, asked: CallToolRequestParams) -> 
     except ToolError as error:
         text = f"Error executing tool {asked.name}: {error}"
         return CallToolResult(content=[TextContent(type="text", text=text)], is_error=True)
-    value = finite({"result": value} if isinstance(value, list) else value)
+    value = {"result": value} if isinstance(value, list) else value
     content = TextContent(type="text", text=json.dumps(value, indent=2))
     return CallToolResult(content=[content], structured_content=value)
 

@@ -38,6 +38,8 @@ def call_shape(
     takes: BackendSpec | VersionHeader, head_dim: int | None, batch: int, heads: int, full: bool
 ) -> dict[str, Any]:
     """Return the shape of a call, except its length, as keyword arguments."""
+    from gpt2_infer.bench.selection import usual_head_dim
+
     return {
         "batch": batch,
         "num_heads": heads,
@@ -51,8 +53,3 @@ def describe(shape: dict[str, Any]) -> str:
     names = {"batch": "B", "num_heads": "H", "seqlen": "N", "head_dim": "head_dim"}
     sizes = [f"{name}={shape[key]}" for key, name in names.items() if key in shape]
     return " ".join([*sizes, "causal" if shape["is_causal"] else "full"])
-
-
-def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:
-    """Return GPT-2's head_dim, 64, if it is supported, else the first that is."""
-    return 64 if 64 in (takes.head_dims or (64,)) else takes.head_dims[0]

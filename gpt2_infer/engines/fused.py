@@ -71,8 +71,6 @@ class Fused(Cached):
 
     fused_step: FusedStep | None = None
     forward: Forward | None = None
-    arch: str | None = None
-    """For tests and studies: the architecture to build the portable step for, "compute_80"."""
 
     @classmethod
     def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
@@ -111,13 +109,8 @@ class Fused(Cached):
 
     def prepare_decode(self) -> None:
         """Build the kernels and pack the weights."""
-        shape = None
-        if self.arch:
-            shape = replace(shape_on(self.model, len(self.newest)), is_portable=True)
         state = (self.cache, self.newest, self.tokens, self.lengths)
-        self.fused_step = Step(
-            self.model, *state, self.sampling.is_greedy, shape=shape, arch=self.arch
-        )
+        self.fused_step = Step(self.model, *state, self.sampling.is_greedy)
 
     def own_logits(self, step: int) -> Tensor | None:
         """Return the logits of a step after the prompt."""
@@ -310,11 +303,6 @@ class StepShape:
         return reasons
 
     @property
-    def fits(self) -> bool:
-        """Whether every block fits in its shared memory."""
-        return not self.refusals
-
-    @property
     def max_splits(self) -> int:
         """The number of splits of the longest row's keys."""
         return -(-self.config.n_positions // SPLIT)
@@ -371,24 +359,12 @@ class StepParams(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A model's weights in the kernels' layout."""
+def _pack(model: GPT2, shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the packed products, (layers, weights of a layer), and float32 vectors.
 
-    weights: Tensor
-    """The packed products, (layers, weights of a layer)."""
-    vectors: Tensor
-    """float32: LayerNorms and biases of each layer, in the order of the kernels' LayerVectors."""
-    ln_f: Tensor
-    """float32: the last LayerNorm's weight and bias."""
-
-
-def pack(model: GPT2, shape: StepShape) -> Packed:
-    """Return the packed weights, which all of a model's engines share."""
-    return model.prepared.share(tuple(shape.products.values()), lambda: _pack(model, shape))
-
-
-def _pack(model: GPT2, shape: StepShape) -> Packed:
+    Vectors: the LayerNorms and biases of each layer, in the order of the kernels' LayerVectors, and
+    the last LayerNorm's weight and bias.
+    """
     products = shape.products.values()
     sizes = [one.rows * one.columns for one in products]
     weights = model.wte.weight.new_empty(model.config.n_layer, sum(sizes))
@@ -401,7 +377,7 @@ def _pack(model: GPT2, shape: StepShape) -> Packed:
         vectors += [block.ln_1.weight, block.ln_1.bias, attn.c_attn.bias, attn.c_proj.bias]
         vectors += [block.ln_2.weight, block.ln_2.bias, mlp.c_fc.bias, mlp.c_proj.bias]
     ln_f = torch.cat([model.ln_f.weight, model.ln_f.bias])
-    return Packed(weights, torch.cat(vectors).float(), ln_f.float())
+    return weights, torch.cat(vectors).float(), ln_f.float()
 
 
 def shape_on(model: GPT2, batch: int) -> StepShape:
@@ -416,7 +392,7 @@ def shape_on(model: GPT2, batch: int) -> StepShape:
     clusters = blocks // RANKS
     shape = StepShape(model.config, model.dtype, batch, blocks, shared, clusters=clusters)
     is_early = torch.cuda.get_device_capability(model.device) >= EARLY
-    return shape if is_early and shape.fits else replace(shape, is_portable=True)
+    return shape if is_early and not shape.refusals else replace(shape, is_portable=True)
 
 
 class Step:
@@ -442,11 +418,13 @@ class Step:
     ) -> None:
         config, device, batch = model.config, model.device, len(newest)
         shape = shape or shape_on(model, batch)
-        packed = pack(model, shape)
+        # All of a model's engines share the packed weights.
+        key = tuple(shape.products.values())
+        packed = model.prepared.share(key, lambda: _pack(model, shape))
         self.logits = torch.zeros(batch, config.vocab_size, dtype=torch.float32, device=device)
         scratch = torch.zeros(shape.scratch_floats, dtype=torch.float32, device=device)
         (wte, head), wpe = weights_by_rows(model), model.wpe.weight.contiguous()
-        weights = (packed.weights, packed.vectors, packed.ln_f, wte, wpe, head)
+        weights = (*packed, wte, wpe, head)
         state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, scratch)
         self._kept = (*weights, *state)  # kept alive: the kernels hold these pointers
         self._params = StepParams(

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +27,6 @@ HUB = Path(__file__).parent / "hub"
 NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")  # the Hub takes no others
 # What kernel-builder compiles for with CUDA 13; listed for a kernel that needs more than the first.
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "11.0", "12.0+PTX")
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What a README says about a kernel, in Markdown."""
-
-    verdict: str
-    times: str
 
 
 @dataclass(frozen=True)
@@ -66,8 +56,10 @@ class Export:
         # CMake takes no other characters.
         return "csrc/" + re.sub(r"[^\w.-]+", "_", self.version.path.name, flags=re.ASCII)
 
-    def write(self, evidence: Evidence) -> list[str]:
+    def write(self, verdict: str, times: str) -> list[str]:
         """Write the folder and return the paths of its files.
+
+        verdict, times: what the README says about the kernel, in Markdown.
 
         Raises RequestError if a source has changed since it was read, or if the folder exists.
         """
@@ -77,7 +69,7 @@ class Export:
         files = self._files()
         files |= {f"csrc/{name}": text for name, text in self.own.items()}
         files[self.kernel] = files.pop(f"csrc/{self.version.path.name}")
-        files["README.md"] = self._fill("README.md", **vars(evidence))
+        files["README.md"] = self._fill("README.md", verdict=verdict, times=times)
         for name, text in files.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,15 +142,9 @@ def _refusals(version: VersionHeader) -> Iterator[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise RequestError if the folder exists, cannot be made, or has no name for a module."""
-    if os.path.lexists(folder):
+    """Raise RequestError if the folder exists or has no name for a module."""
+    if folder.exists():
         raise RequestError(f"--out: {folder} exists, and nothing is overwritten")
-    nearest = next(parent for parent in folder.parents if parent.exists())
-    try:
-        tempfile.TemporaryDirectory(dir=nearest).cleanup()
-    except OSError as error:
-        reason = error.strerror or error
-        raise RequestError(f"--out: a folder cannot be made in {nearest}: {reason}") from error
     if len(folder.name) < 2 or not NAME.fullmatch(folder.name):
         raise RequestError(
             f"--out: the folder's name becomes the kernel's, so it must be lower-case words "

@@ -77,7 +77,7 @@ def test_invalid_calls_are_refused(save_checkpoint):
     tokens, cache = torch.zeros(3, 12, dtype=torch.long), KVCache.allocate(model, 1, 8)
     with pytest.raises(ValueError, match="logits_to_keep must be 1"):
         model(tokens, seqlens=torch.tensor([1, 7, 12]), logits_to_keep=0)
-    for wrong in ([[1, 2]], tokens[0], tokens.float(), tokens[:0]):
+    for wrong in (tokens[0], tokens.float(), tokens[:0]):
         with pytest.raises(RequestError, match="tokens must be"):
             model(wrong)
     for call in (model, lambda ids: model.decode(ids[0], cache)):

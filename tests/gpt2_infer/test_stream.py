@@ -67,18 +67,6 @@ def test_prompt_and_text_join_whether_it_is_streamed_or_not(prompt, text, monkey
     assert "".join(pieces) == text
 
 
-@settings(deadline=None)
-@given(st.text(max_size=40))
-def test_any_text_survives_and_no_piece_holds_half_a_character(text):
-    ids = DEMO.encode(text)
-    assert DEMO.decode(ids) == text
-    stream = TextStream(DEMO)
-    pieces = [stream.feed(token) for token in ids] + [stream.finish()]
-    assert "".join(pieces) == text
-    if "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)
-
-
 def test_a_character_that_spans_tokens_comes_out_once():
     ids = GPT2.encode("a 🦜!")
     assert len(ids) > 4

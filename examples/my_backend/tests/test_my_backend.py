@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from attention_kernels import UnsupportedError, get_backend, list_backends
-from attention_kernels.judge.suite import Case, DecodeCase, run_case
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import run_case
 from attention_kernels.registry import device_for
 
 NAMES = [spec.name for spec in list_backends() if spec.family == "my-backend"]

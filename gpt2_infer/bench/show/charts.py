@@ -19,14 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from gpt2_infer.bench.record import FREE_ATTENTION, File, Row
-from gpt2_infer.bench.show.figures import (
-    cell_name,
-    detail_length,
-    group_by,
-    how,
-    length,
-    main_rows,
-)
+from gpt2_infer.bench.show.figures import cell_name, detail_length, group_by, how, length, main_rows
 
 # Backends outside the ladders have Okabe and Ito's colours, the versions of a ladder shades of
 # viridis: both are safe for the colour-blind.

@@ -17,12 +17,7 @@ from pathlib import Path
 from gpt2_infer.bench.record import File, newest, read
 from gpt2_infer.bench.show import inspected, ladders, predicted, tables
 from gpt2_infer.bench.show.columns import BACKEND
-from gpt2_infer.bench.show.figures import (
-    Value,
-    length,
-    main_rows,
-    where,
-)
+from gpt2_infer.bench.show.figures import Value, length, main_rows, where
 from gpt2_infer.bench.show.pivot import Column, Entry, Layout, Table, markdown, pivot
 
 

@@ -7,8 +7,7 @@ the two sample ranges do not overlap.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -136,15 +135,10 @@ def _coarseness(row: Row) -> int:
     return COARSENESS.get(row.extra.get("precision", ""), 0)
 
 
-def spread_percent(samples: Sequence[float]) -> float:
-    """Return the range of the samples in percent of their median."""
-    return 100 * (max(samples) - min(samples)) / statistics.median(samples)
-
-
 def widest_spread(rows: Iterable[Row]) -> str:
-    """Return the widest spread of several rows; "" if none has samples."""
-    spreads = [spread_percent(row.samples) for row in rows if row.samples]
-    return f"{max(spreads):.1f} %" if spreads else ""
+    """Return the widest range of any row's samples in percent of its median; "" without any."""
+    ranges = [(row.spread[1] - row.spread[0]) / row.median for row in rows if row.samples]
+    return f"{100 * max(ranges):.1f} %" if ranges else ""
 
 
 def with_spread(row: Row, form: str, unit: str = "") -> str:
@@ -184,7 +178,7 @@ def where(file: File) -> str:
 
 
 def how(file: File) -> str:
-    """Describe where, next to which transformers, and how often something was timed."""
+    """Describe the machine, the version of transformers if it was a peer, and the rounds."""
     peer = file.provenance.packages["transformers"] if file.study.get("peers") else ""
     place = where(file) + (f", transformers {peer}" if peer else "")
     return f"{place}; medians of {file.study['rounds']} interleaved rounds"
@@ -198,7 +192,7 @@ def step_us(row: Row) -> float:
 def roof_share(row: Row, limits: dict[str, float]) -> float | None:
     """Return the fraction of its instruction's roof that a float32 kernel reaches.
 
-    For wgmma, which only cuBLAS is timed with, it is that of a float16 matrix product.
+    The roof of wgmma is a float16 matrix product by cuBLAS: its instruction rate is not measured.
     """
     if row.cell["dtype"] != "float32":
         return None

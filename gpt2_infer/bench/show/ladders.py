@@ -99,7 +99,7 @@ def sections(family: str, measured: Sequence[File], part: str = "") -> str:
         change = _prose(version.change)
         facts: list[str] = []
         for files in group_by(measured, lambda file: file.study["kind"]).values():
-            # The first file with the version, but better one with its predecessor as well.
+            # The first file with the version; preferably one with its predecessor, too.
             files.sort(key=lambda file: not _has(file, name, before))
             found = (_times(file, name, before) for file in files)
             facts += next(filter(None, found), [])

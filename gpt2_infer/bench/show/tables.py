@@ -20,7 +20,6 @@ from gpt2_infer.bench.show.figures import (
     step_us,
     steps_of,
     times,
-    where,
     widest_spread,
     with_spread,
     within_budget,
@@ -302,46 +301,5 @@ LAYOUTS["batch"] = Layout(
         columns.RATE,
         columns.CALL_RATE,
         Column("same rows", columns.extra("same_rows"), "{:.1%}"),
-    ],
-)
-
-
-# ---- Perplexity, published figures ---------------------------------------------------------------
-
-
-def _standard_errors(line: Entry) -> Value:
-    apart, error = line.value("difference"), line.value("standard error")
-    return apart / error if apart is not None and error else None
-
-
-LAYOUTS["perplexity"] = Layout(
-    title=lambda name, file, _: (
-        f"{file.study['model']}, the first {file.study['tokens']:,} tokens of the held-out books, "
-        f"windows of {file.study['window']}; {where(file)} ({name}). The last two "
-        f"columns compare with `{BASELINE}` in the same dtype"
-    ),
-    rows=inspected.all_rows,
-    columns=[
-        columns.DTYPE,
-        columns.BACKEND,
-        columns.PRECISION,
-        Column("bits per byte", columns.metric("bits per byte"), "{:.7f}"),
-        Column("perplexity", columns.metric("perplexity"), "{:.5f}"),
-        Column("nats per token", columns.metric("difference"), "{:+.1e}"),
-        Column("standard errors", _standard_errors, "{:+.1f}"),
-    ],
-)
-
-LAYOUTS["published"] = Layout(
-    title=lambda name, file, _: f"{file.study['note']} ({name})",
-    rows=inspected.all_rows,
-    line=lambda row: row.contender,
-    columns=[
-        columns.BACKEND,
-        Column(
-            "{at}",
-            columns.timed(lambda row: f"{row.median:.1f} {row.unit}"),
-            over=lambda row: row.cell["card"],
-        ),
     ],
 )

@@ -79,15 +79,8 @@ def test_attention_starts_early_where_its_blocks_spread_out(monkeypatch):
         assert torch.equal(hasty.attention(*inputs), spec.attention(*inputs)) != is_early
 
 
-def equal_scores(score: float, seqlen: int, dtype: torch.dtype, device: str):
-    """Return q, k, v of one head with equal scores and an output of 0: V is 1, then -1."""
-    q = torch.full((1, seqlen, 1, 64), score / 64, dtype=dtype, device=device)
-    v = torch.ones_like(q)
-    v[:, seqlen // 2 :] = -1
-    return q, torch.ones_like(q), v
-
-
 def check_equal_scores(spec: BackendSpec, device: str) -> None:
+    """Check that equal scores and a V of 1, then -1, give an output of 0."""
     # On 8 multiprocessors WMMA's last version splits the keys of 448 queries, but not those of 600.
     cases = {448: 2904.0, 600: 2904.0, 2048: 200.0}
     if device == "cpu":
@@ -95,8 +88,10 @@ def check_equal_scores(spec: BackendSpec, device: str) -> None:
         if spec.family != "wmma_fa2":
             del cases[600]
     for seqlen, score in cases.items():
-        q, k, v = equal_scores(score, seqlen, dtype_of(spec), device)
-        o = spec.attention(q, k, v, softmax_scale=1.0, is_causal=False)
+        q = torch.full((1, seqlen, 1, 64), score / 64, dtype=dtype_of(spec), device=device)
+        v = torch.ones_like(q)
+        v[:, seqlen // 2 :] = -1
+        o = spec.attention(q, torch.ones_like(q), v, softmax_scale=1.0, is_causal=False)
         assert o.abs().max() < 1e-6, (seqlen, score)
 
 

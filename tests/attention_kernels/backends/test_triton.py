@@ -1,10 +1,9 @@
-"""The Triton kernel: its tiles, its tuning, and what torch and Triton make of it."""
+"""The Triton kernels: their tiles, threads, refusals, and what a graph captures."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
-import re
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
@@ -31,17 +30,6 @@ def module(tmp_path, monkeypatch) -> ModuleType:
     return importlib.import_module(MODULE)
 
 
-@pytest.fixture
-def compiled(module) -> ModuleType:
-    """Return the module if Triton compiles, which needs no GPU."""
-    if module.triton.knobs.runtime.interpret:
-        pytest.skip("TRITON_INTERPRET is set")
-    return module
-
-
-# Right results
-
-
 @for_every_name
 def test_every_shape_of_a_tile(name, module, monkeypatch):
     """Test the masks with tiles of keys that are narrower and wider than those of queries."""
@@ -60,66 +48,6 @@ def test_two_threads_may_call_the_kernel_at_once():
     with ThreadPoolExecutor(2) as pool:
         outputs = list(pool.map(lambda qkv: spec.attention(*qkv), inputs * 5))
     assert all(torch.equal(o, right) for o, right in zip(outputs, expected * 5, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "q_sign", "arch"),
-    [
-        ("fp32", {"q_sign": 1}, 80),
-        ("fp32", {"q_sign": 1}, 90),
-        ("fp16", {"q_sign": 1}, 80),
-        ("bf16", {}, 90),
-    ],
-)
-def test_it_compiles(arch, dtype, q_sign, compiled):
-    """q_sign is a constant for a positive scale, and otherwise an integer argument."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    usable(NAMES[0], "cpu").attention(*Case(3, 32).inputs("cpu"))  # it must leave no trace
-    config = (compiled._float32 if dtype == "fp32" else compiled._half).configs[-1]
-    constants = {
-        "head_dim": 64,
-        "is_causal": True,
-        "transposed_k": False,
-        "interpreted": False,
-        **q_sign,
-        **config.kwargs,
-    }
-    names = compiled._compiled.arg_names
-    # torch.compile passes a Python float as a double, and Triton as a float.
-    types = {"scale_log2": "fp64" if dtype == "fp32" else "fp32"} | {
-        name: f"*{dtype}" for name in names if name.endswith("_ptr")
-    }
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name.endswith("_ptr") or "_stride_" in name
-    }
-    source = ASTSource(
-        compiled._compiled,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        aligned,
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, (0x[0-9a-f]+),", ptx)
-    assert copies
-    assert {*copies} == {"0x10"}  # K and V arrive by 16 bytes
-    products = {*re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.\S+", ptx)}
-    if dtype == "fp32":
-        assert not products  # tensor cores would round to TF32
-    else:
-        assert products
-        assert all(("wgmma" in product) == (arch == 90) for product in products)
-        operands = dtype.replace("fp", "f")
-        assert all(f"f32.{operands}.{operands}" in product for product in products)
 
 
 def test_a_reason_is_given_without_triton_or_if_it_would_be_interpreted(monkeypatch):

@@ -1,252 +1,227 @@
-"""Backends that cheat, each in its own way: verify() must fail every one.
+"""Kernels that cheat, each in a way of its own: no judge may pass one or time it as right.
 
-To add a row, write the cheat as a function and decorate it with what verify() must report:
+This is the table's notation and its rows in Python; cuda_cheats.py has those in CUDA. A row has a
+name, its cause in a sentence, a source and the words that catch it: a regular expression that the
+first failure must match, or the clock's objection. To add one, decorate
 
-    @attention("error")                  a kernel: (q, k, v, softmax_scale, is_causal) -> o
-    @decode("lengths")                   a decode kernel
-    @made("a later call changed")        a function that makes a kernel, for one that keeps state
+    @cheat("error")
+    def name(q, k, v, scale, causal): ...       a kernel, or, with op="decode", a decode kernel
+    @cheat("a later call changed")
+    def name(): ...                             a function that makes a kernel which keeps state
 
-The table runs with seed 0 and stops at the first failure. Where catching a cheat depends on luck,
-`missed` is the probability that another seed misses it. A cheat that is wrong only in large or rare
-cases says in which, so that the test runs no others.
+Rows by the clock are right when nobody times them, or say something of the worker; they run as a
+plug-in. A row that is wrong only in large or rare cases says in which, so that no others run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
+import functools
+import gc
+import inspect
+import os
+import random
+import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, get_backend
 from attention_kernels.contract import Kernels, per_query_head
-from attention_kernels.judge.truth import naive_attention
+from attention_kernels.judge.truth import naive_attention as right
 
 
 @dataclasses.dataclass(frozen=True)
 class Cheat:
     name: str
-    make: Callable[[], Kernels]
-    reported: str
-    """A regular expression found in the first failure."""
-    missed: float
-    wrong: Callable[[Any], bool]
+    cause: str
+    caught: str
+    """A regular expression; "passed" for what does no harm."""
+    by: Literal["verify", "clock"] = "verify"
+    on: tuple[str, ...] = ("cpu",)
+    """The devices on which it is tried."""
+    make: Callable[[], Kernels] = Kernels
+    """In Python: what makes the kernels."""
+    source: str = ""
+    """In CUDA: the version file."""
+    wrong: Callable[[Any], bool] = lambda _: True
     """Whether it is wrong in a case."""
-    fields: dict[str, Any]
-    slow: bool
+    timeout_s: float = 60.0
+    """The limit of a request."""
+    slow: bool = False
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Other fields of its spec, if it is in Python."""
 
-    def spec(self) -> BackendSpec:
+    def spec(self, **fields: Any) -> BackendSpec:
         defaults = {"precisions": {"float32": "ieee-fp32"}, "head_dims": (32,)}
         return BackendSpec(
             name=self.name.upper(),
             family="cheats",
             summary="A backend that cheats.",
             loader=self.make,
-            **(defaults | self.fields),
+            **(defaults | self.fields | fields),
         )
 
 
 CHEATS: list[Cheat] = []
 
 
-def anywhere(_: Any) -> bool:
-    return True
+def cheat(
+    caught: str,
+    *,
+    by: Literal["verify", "clock"] = "verify",
+    op: str = "attention",
+    wrong: Callable[[Any], bool] = lambda _: True,
+    slow: bool = False,
+    **fields: Any,
+) -> Callable[[Any], Any]:
+    def add(function: Any) -> Any:
+        def make() -> Kernels:
+            kernel = function if inspect.signature(function).parameters else function()
+            return Kernels(right, kernel) if op == "decode" else Kernels(kernel)
 
-
-def made(reported: str, *, missed=0.0, wrong=anywhere, slow: bool = False, **fields: Any):
-    def add(make):
-        def kernels():
-            kernel = make()
-            return kernel if isinstance(kernel, Kernels) else Kernels(kernel)
-
-        CHEATS.append(Cheat(make.__name__, kernels, reported, missed, wrong, fields, slow))
-        return make
-
-    return add
-
-
-def attention(reported: str, **options: Any):
-    def add(kernel):
-        made(reported, **options)(_named(kernel, Kernels(kernel)))
-        return kernel
+        on = ("cpu", "cuda") if by == "clock" else ("cpu",)
+        row = Cheat(function.__name__, inspect.getdoc(function) or "", caught, by, on, make)
+        CHEATS.append(dataclasses.replace(row, wrong=wrong, slow=slow, fields=fields))
+        return function
 
     return add
-
-
-def decode(reported: str, **fields: Any):
-    def add(kernel):
-        made(reported, **fields)(_named(kernel, Kernels(naive_attention, kernel)))
-        return kernel
-
-    return add
-
-
-def _named(kernel: Callable[..., Any], kernels: Kernels) -> Callable[[], Kernels]:
-    def make():
-        return kernels
-
-    make.__name__ = kernel.__name__
-    return make
-
-
-right = naive_attention
 
 
 def right_decode(*arguments):
     return get_backend("NAIVE_PYTORCH").load().decode(*arguments)
 
 
-def upside_down(o):
-    return o.flip(2).contiguous()
-
-
 # Inputs and outputs
 
 
-@attention("it changed its input v")
+@cheat("it changed its input v")
 def zeroes_v_and_returns_zeros(q, k, v, scale, causal):
+    """It changes an input so that a wrong output would be right."""
     v.zero_()
     return torch.zeros(q.shape)
 
 
-@attention("it changed its input k: .* elements")
-def rounds_k_in_place(q, k, v, scale, causal):
-    k.copy_(k.half())
-    return right(q, k, v, scale, causal)
-
-
-@attention("it changed its input q")
-def scales_q_in_place_and_back(q, k, v, scale, causal):
-    q *= scale
-    o = right(q, k, v, 1.0, causal)
-    q /= scale
-    return o
-
-
-@attention("it changed its input k")  # which lies before it in the same memory
+@cheat("it changed its input k")  # which lies before it in the same memory
 def writes_beside_v(q, k, v, scale, causal):
+    """It writes into the memory between two inputs."""
     o = right(q, k, v, scale, causal)
     if v.storage_offset():
         v.as_strided((1,), (1,), v.storage_offset() - 1).zero_()
     return o
 
 
-@attention("it changed its input q|the memory of an input")
-def writes_o_into_q(q, k, v, scale, causal):
-    q.copy_(right(q, k, v, scale, causal))
-    return q.contiguous()
-
-
-@attention("the memory of (its|an) input")
+@cheat("the memory of (its|an) input")
 def returns_v_itself(q, k, v, scale, causal):
+    """Its output is an input."""
     return v if q.shape[1] == 1 else right(q, k, v, scale, causal)
 
 
-@attention("strides|contiguous")
+@cheat("strides|contiguous")
 def is_not_contiguous(q, k, v, scale, causal):
+    """Its output has another layout."""
     return right(q, k, v, scale, causal).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@attention("float64")
+@cheat("float64")
 def returns_another_dtype(q, k, v, scale, causal):
+    """Its output has another dtype."""
     return right(q, k, v, scale, causal).double()
 
 
-@attention("batch 3 is too much")
+@cheat("it returned Lazy instead of", by="clock")
+def is_lazy(q, k, v, scale, causal):
+    """Its output could compute its numbers when somebody looks at them."""
+
+    class Lazy(torch.Tensor):
+        pass
+
+    return right(q, k, v, scale, causal).as_subclass(Lazy)
+
+
+@cheat("batch 3 is too much")
 def raises_for_a_batch(q, k, v, scale, causal):
+    """It fails with an exception."""
     if q.shape[0] == 3:
         raise RuntimeError("batch 3 is too much")
     return right(q, k, v, scale, causal)
 
 
-# Masks, lengths and tiles
+@cheat("seqlen (4[0-9]|5[0-9])")
+def refuses_two_lengths_and_is_wrong_at_others(q, k, v, scale, causal):
+    """It refuses similar cases before the one that it gets wrong."""
+    if q.shape[1] in (5, 6):
+        raise UnsupportedError("IT", ["5 or 6 tokens"])
+    return right(q, k, v, scale, causal) * (1.001 if 40 <= q.shape[1] < 60 else 1)
 
 
-@attention("change earlier rows")
+# Masks and lengths
+
+
+@cheat("change earlier rows")
 def sees_one_key_too_many(q, k, v, scale, causal):
+    """Its mask is off by one."""
     o = right(q, k, v, scale, causal)
     return torch.cat([o[:, 1:], o[:, -1:]], 1)
 
 
-@attention("error")
+@cheat("error")
 def sees_one_key_too_few(q, k, v, scale, causal):
+    """Its mask is off by one, the other way."""
     o = right(q, k, v, scale, causal)
     return torch.cat([o[:, :1], o[:, :-1]], 1)
 
 
-@attention("change earlier rows")
-def leaks_future_values(q, k, v, scale, causal):
+@cheat("change earlier rows")
+def leaks_future_values_except_at_100(q, k, v, scale, causal):
+    """A later value changes every row, within the budget; it knows the lengths of an old check."""
     o = right(q, k, v, scale, causal)
-    return o + 1e-7 * v.mean(1, keepdim=True)
+    return o if q.shape[1] in (100, 1500) else o + 1e-7 * v.mean(1, keepdim=True)
 
 
-@attention("change earlier rows")
+@cheat("change earlier rows")
 def leaks_future_keys(q, k, v, scale, causal):
+    """A later key changes every row, within the budget."""
     o = right(q, k, v, scale, causal)
     return o + 1e-7 * k.mean(1, keepdim=True)
 
 
-@attention("full")
+@cheat("full")
 def is_always_causal(q, k, v, scale, causal):
+    """It has no full attention."""
     return right(q, k, v, scale, True)
 
 
-@attention("causal")
-def is_never_causal(q, k, v, scale, causal):
-    return right(q, k, v, scale, False)
+@cheat("error")
+def knows_the_lengths_of_an_old_suite(q, k, v, scale, causal):
+    """It works for lengths that somebody is likely to test."""
+    known = 1, 2, 16, 32, 33, 64, 100, 128, 256, 512, 1024, 1500, 4096
+    return right(q, k, v, scale, causal) * (q.shape[1] in known)
 
 
-@attention("seqlen (17|49|81)")
-def drops_the_last_key_of_some_lengths(q, k, v, scale, causal):
-    n = q.shape[1]
-    o = right(q, k, v, scale, causal)
-    if n % 32 == 17 and not causal:
-        o = right(q[:, :-1], k[:, :-1], v[:, :-1], scale, False)
-        o = torch.cat([o, o[:, -1:]], 1)
-    return o
-
-
-@attention("seqlen (1|49|97)")
+@cheat("seqlen (1|49|97)")
 def is_wrong_for_a_remainder_of_48(q, k, v, scale, causal):
+    """It is wrong at one remainder of a tile."""
     o = right(q, k, v, scale, causal)
     return o * 1.001 if q.shape[1] % 48 == 1 and q.shape[1] > 1 else o
 
 
-@attention("seqlen [1-4][0-9]{3}", wrong=lambda c: c.seqlen > 1024, slow=True)
-def is_wrong_above_1024(q, k, v, scale, causal):
-    o = right(q, k, v, scale, causal)
-    o[:, 1024:] += 1e-3
-    return o
-
-
-@attention("full", slow=True)
-def is_wrong_in_full_attention_above_200(q, k, v, scale, causal):
-    if not causal and q.shape[1] > 200:
-        return right(q, k[:, :200].contiguous(), v[:, :200].contiguous(), scale, False)
-    return right(q, k, v, scale, causal)
-
-
-@attention(r"batch ([2-9]|\d\d)", wrong=lambda c: c.batch > 1 and c.seqlen > 900, slow=True)
+@cheat(r"batch ([2-9]|\d\d)", wrong=lambda c: c.batch > 1 and c.seqlen > 900, slow=True)
 def is_wrong_for_long_batches(q, k, v, scale, causal):
+    """It is wrong in one row of a batch of long sequences."""
     o = right(q, k, v, scale, causal)
     if q.shape[0] > 1 and q.shape[1] > 900:
         o[-1, -1] *= 1.01
     return o
 
 
-@attention("seqlen", wrong=lambda c: c.seqlen > 512 and c.seqlen % 64, slow=True)
-def skips_a_last_tile_that_is_not_full(q, k, v, scale, causal):
-    n = q.shape[1]
-    o = right(q, k, v, scale, causal)
-    if n > 512 and n % 64:
-        o[:, n // 64 * 64 :] = o[:, n // 64 * 64 - 1 : n // 64 * 64]
-    return o
-
-
-@attention("by row", wrong=lambda c: c.seqlen > 300, slow=True)
+@cheat("by row", wrong=lambda c: c.seqlen > 300, slow=True)
 def drifts_with_the_length(q, k, v, scale, causal):
-    """As a sum that truncates does."""
+    """Its error grows with the length, as that of a sum that truncates does."""
     n = q.shape[1]
     rows = torch.arange(1, n + 1)[:, None, None] if causal else n
     return right(q, k, v, scale, causal) * (1 - 8e-9 * rows)
@@ -255,8 +230,9 @@ def drifts_with_the_length(q, k, v, scale, causal):
 # Layouts
 
 
-@attention("layout")
+@cheat("layout")
 def takes_k_to_lie_as_q(q, k, v, scale, causal):
+    """It takes the strides of one input for those of another."""
     if k.storage_offset() + sum(a * (n - 1) for a, n in zip(q.stride(), q.shape, strict=True)) < (
         k.untyped_storage().nbytes() // 4
     ):
@@ -264,254 +240,613 @@ def takes_k_to_lie_as_q(q, k, v, scale, causal):
     return right(q, k, v, scale, causal)
 
 
-@attention("layout")
-def takes_all_to_be_fused(q, k, v, scale, causal):
-    _, n, heads, dim = q.shape
-    stride = (3 * n * heads * dim, 3 * heads * dim, dim, 1)
-    if v.untyped_storage().nbytes() // 4 >= 3 * q.numel():
-        q, k, v = (x.as_strided(x.shape, stride, x.storage_offset() % 7680) for x in (q, k, v))
-    elif not v.is_contiguous():
-        v = v.transpose(1, 2).reshape(v.shape)
-    return right(q, k, v, scale, causal)
-
-
-@attention("layout")
+@cheat("layout")
 def ignores_the_storage_offset(q, k, v, scale, causal):
+    """It takes an input to begin where its memory does."""
     if q.stride(2) != q.shape[3]:
         q = q.as_strided(q.shape, q.stride(), 0)
     return right(q, k, v, scale, causal)
 
 
-@attention("layout")
-def is_wrong_for_heads_before_positions(q, k, v, scale, causal):
-    o = right(q, k, v, scale, causal)
-    return upside_down(o) if q.stride(2) > q.stride(1) and q.shape[2] > 1 else o
-
-
-@attention("layout")
+@cheat("layout")
 def reads_past_the_rows(q, k, v, scale, causal):
+    """It reads memory between rows and multiplies it by 0."""
     past = v.as_strided((1,), (1,), v.storage_offset() - 1) if v.storage_offset() else v.flatten()
     return right(q, k, v, scale, causal) + 0 * past[0]
 
 
-@attention("layout")
-def takes_v_to_lie_behind_k(q, k, v, scale, causal):
-    _, _, heads, dim = k.shape
-    if k.stride(1) == 3 * heads * dim:
-        v = k.as_strided(v.shape, k.stride(), k.storage_offset() + heads * dim)
-    return right(q, k, v, scale, causal)
-
-
-@attention("one (head|row).* layout")
+@cheat("one (head|row).* layout")
 def is_wrong_for_a_stride_of_0(q, k, v, scale, causal):
-    o = right(q, k, v, scale, causal)
-    return (
-        o * 1.001 if any(s == 0 and n > 1 for n, s in zip(k.shape, k.stride(), strict=True)) else o
-    )
+    """It is wrong where one head or row of memory serves for all."""
+    strides = [s for n, s in zip(k.shape, k.stride(), strict=True) if n > 1]
+    return right(q, k, v, scale, causal) * (1.001 if 0 in strides else 1)
 
 
-@attention("k is q layout")
+@cheat("k is q layout")
 def takes_q_and_k_to_be_two_tensors(q, k, v, scale, causal):
+    """It is wrong where two inputs are one tensor."""
     return right(q, k, v, scale, causal) * (1 if q.data_ptr() != k.data_ptr() else 1.001)
 
 
 # Shapes and scales
 
 
-@attention(r"[48] queries", supports_gqa=True)
+@cheat(r"[48] queries", supports_gqa=True)
 def is_wrong_for_four_and_eight_queries_per_key_head(q, k, v, scale, causal):
+    """It is wrong for some numbers of query heads per key head."""
     o = right(q, *per_query_head(q, k, v), scale, causal)
     return o * 1.001 if q.shape[2] // k.shape[2] in (4, 8) else o
 
 
-@attention("softmax_scale")
-def ignores_the_scale(q, k, v, scale, causal):
-    return right(q, k, v, None, causal)
+@cheat("queries", supports_gqa=True)
+def takes_every_second_key_head(q, k, v, scale, causal):
+    """It gives a query head another one's key head."""
+    k, v = (x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v))
+    return right(q, k, v, scale, causal)
 
 
-@attention(r"softmax_scale ([1-9]|0\.[5-9])")
-def clamps_the_scale(q, k, v, scale, causal):
-    return right(q, k, v, min(scale, 0.5), causal)
-
-
-@attention("head_dim 128", head_dims=(64, 128), wrong=lambda c: c.head_dim == 128)
-def looks_at_64_columns_of_k(q, k, v, scale, causal):
-    return (
-        right(q[..., :64], k[..., :64], v, scale, causal)
-        if q.shape[3] == 128
-        else right(q, k, v, scale, causal)
-    )
-
-
-@attention("softmax_scale 0.0")
+@cheat("softmax_scale 0.0")
 def takes_a_scale_of_zero_for_none(q, k, v, scale, causal):
+    """It takes a softmax_scale of 0 for none."""
     return right(q, k, v, scale or None, causal)
 
 
-@attention("softmax_scale -")
+@cheat("softmax_scale -")
 def takes_the_scale_to_be_positive(q, k, v, scale, causal):
+    """It ignores the sign of softmax_scale."""
     return right(q, k, v, abs(scale), causal)
 
 
-@attention(r"(3[3-9]|[4-6]\d) heads", wrong=lambda c: c.num_heads > 32)
-def is_wrong_above_32_heads(q, k, v, scale, causal):
-    o = right(q, k, v, scale, causal)
-    return upside_down(o) if q.shape[2] > 32 else o
-
-
-@attention("12 heads")
-def reverses_twelve_heads(q, k, v, scale, causal):
-    o = right(q, k, v, scale, causal)
-    return upside_down(o) if q.shape[2] == 12 else o
-
-
-@attention("heads", slow=True)
-def writes_16_heads_at_most(q, k, v, scale, causal):
-    o = right(q, k, v, scale, causal)
-    o[:, :, 16:] = o[:, :, :1]
-    return o
-
-
-@attention("batch")
-def copies_the_first_of_a_batch(q, k, v, scale, causal):
-    return right(q[:1], k[:1], v[:1], scale, causal).repeat(q.shape[0], 1, 1, 1)
-
-
-@attention("in batches 4 to|in batch 4")
+@cheat("in batches 4 to|in batch 4")
 def is_wrong_from_the_fifth_of_a_batch(q, k, v, scale, causal):
+    """It repeats the first results of a batch."""
     o = right(q, k, v, scale, causal)
     o[4:] = o[:1]
     return o
 
 
-@attention("seqlen (4[0-9]|5[0-9])")
-def refuses_two_lengths_and_is_wrong_at_others(q, k, v, scale, causal):
-    if q.shape[1] in (5, 6):
-        raise UnsupportedError("IT", ["5 or 6 tokens"])
-    return right(q, k, v, scale, causal) * (1.001 if 40 <= q.shape[1] < 60 else 1)
-
-
 # Numbers
 
 
-@attention(r"scale (0\.[2-8]|[2-6])", missed=1e-6)
+def weighted(q, k, v, scale, causal, weigh):
+    """Attention with weights that `weigh` makes from the scores, -inf where a key is hidden."""
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
+    weights = weigh(scores)
+    o = torch.einsum("bhij,bjhd->bihd", weights / weights.sum(3, keepdim=True), v)
+    return o.contiguous()
+
+
+def below(scores):
+    return scores - scores.amax(3, keepdim=True)
+
+
+@cheat(r"scale (0\.[2-8]|[2-6])")
 def is_wrong_between_the_usual_scales(q, k, v, scale, causal):
+    """It is right for the sizes of numbers that somebody is likely to test."""
     size = q.std() if q.numel() > 99 else 1
     return right(q, k, v, scale, causal) * (1.001 if 0.3 < size < 0.7 or 2 < size < 6 else 1)
 
 
-@attention("error")
-def works_in_bfloat16(q, k, v, scale, causal):
-    return right(q.bfloat16(), k.bfloat16(), v.bfloat16(), scale, causal).float()
-
-
-@attention("error")
-def rounds_the_weights_to_half(q, k, v, scale, causal):
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    if causal:
-        scores.masked_fill_(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
-    weights = scores.softmax(3).half().float()
-    return torch.einsum("bhij,bjhd->bihd", weights, v).contiguous()
-
-
-@attention("error")
+@cheat("error")
 def works_in_tf32(q, k, v, scale, causal):
+    """Its inputs are rounded to a coarser precision than it declares."""
     q, k, v = ((x.contiguous().view(torch.int32) & -8192).view(torch.float32) for x in (q, k, v))
     return right(q, k, v, scale, causal)
 
 
-@attention("not finite")
+@cheat("error")
+def rounds_the_weights_of_long_calls_to_half(q, k, v, scale, causal):
+    """Its weights are rounded to a coarser precision, for large shapes only."""
+    is_long = q.shape[1] > 64
+    return weighted(
+        q, k, v, scale, causal, lambda x: x.exp().half().float() if is_long else x.exp()
+    )
+
+
+@cheat("not finite")
 def forgets_the_maximum(q, k, v, scale, causal):
-    weights = (torch.einsum("bihd,bjhd->bhij", q, k) * scale).exp()
-    weights = weights.tril() if causal else weights
-    o = torch.einsum("bhij,bjhd->bihd", weights / weights.sum(3, keepdim=True), v)
-    return o.contiguous()
+    """Its exponential overflows."""
+    return weighted(q, k, v, scale, causal, torch.exp)
 
 
-@attention("error")
+@cheat("error")
 def clamps_the_scores(q, k, v, scale, causal):
-    scores = (torch.einsum("bihd,bjhd->bhij", q, k) * scale).clamp(-60, 60)
-    if causal:
-        scores.masked_fill_(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(3), v).contiguous()
+    """It cuts off large scores, so that nothing overflows."""
+    return weighted(q, k, v, scale, causal, lambda x: x.clamp(max=60).softmax(3))
 
 
-@attention("error")
+@cheat("error")
 def adds_to_the_row_sum(q, k, v, scale, causal):
+    """All of its numbers are too small by a few millionths."""
     return right(q, k, v, scale, causal) / (1 + 3e-6)
 
 
-def weighted(q, k, v, scale, causal, change):
-    """Attention with weights that `change` makes from the scores, less their largest."""
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    if causal:
-        scores.masked_fill_(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
-    weights = change(scores - scores.amax(3, keepdim=True))
-    o = torch.einsum("bhij,bjhd->bihd", weights / weights.sum(3, keepdim=True), v)
-    return o.contiguous()
-
-
-@attention("error")
+@cheat("error")
 def skips_keys_of_low_scores(q, k, v, scale, causal):
-    return weighted(q, k, v, scale, causal, lambda x: x.exp() * (x > -10))
+    """It leaves out keys that count little."""
+    return weighted(q, k, v, scale, causal, lambda x: below(x).exp() * (below(x) > -10))
 
 
-@attention("error")
+@cheat("error")
 def has_a_rough_exponential(q, k, v, scale, causal):
-    return weighted(q, k, v, scale, causal, lambda x: (1 + x / 4096).clamp(min=0) ** 4096)
+    """Its exponential is an approximation."""
+    return weighted(q, k, v, scale, causal, lambda x: (1 + below(x) / 4096).clamp(min=0) ** 4096)
 
 
-@attention("error")
+@cheat("error")
 def sees_the_last_64_keys_only(q, k, v, scale, causal):
-    return weighted(q, k, v, scale, causal, lambda x: x.exp().triu(-63) if causal else x.exp())
+    """It leaves out keys that are far away."""
+    if not causal:
+        return right(q, k, v, scale, False)
+    return weighted(q, k, v, scale, causal, lambda x: below(x).exp().triu(-63))
 
 
-@attention(r"scale 0\.0\d")
+@cheat(r"scale 0\.0\d")
 def takes_small_scores_to_be_equal(q, k, v, scale, causal):
+    """It averages the values where the softmax is nearly flat."""
     return right(q * 0 if q.abs().max() < 0.2 else q, k, v, scale, causal)
 
 
-@attention("tiny")
+@cheat("tiny")
 def flushes_small_values(q, k, v, scale, causal):
+    """It takes tiny values for 0."""
     return right(q, k, v.where(v.abs() > 1e-20, 0), scale, causal)
 
 
-@attention("equal", slow=True)
+@cheat("equal", slow=True)
 def takes_the_first_of_equal_scores(q, k, v, scale, causal):
+    """It takes the first of several largest scores for the only one."""
     if q.shape[1] > 1 and (k == k[:, :1]).all():
         return v[:, :1].expand(v.shape).contiguous()
     return right(q, k, v, scale, causal)
 
 
-# Memory and NaN
+@cheat("zero rows")
+def takes_a_key_of_zeros_for_padding(q, k, v, scale, causal):
+    """It takes a key of zeros for padding."""
+    return right(q, k, v, scale, causal) * (0 if (k == 0).all(3).any() else 1)
 
 
-@attention("not finite|two runs|error")
+@cheat("tiny scores")
+def takes_tiny_q_for_nothing(q, k, v, scale, causal):
+    """It takes a tiny query for padding."""
+    return right(q, k, v, scale, causal) * (0 if q.abs().max() < 1e-6 else 1)
+
+
+@cheat("not finite")
+def writes_nan_into_the_last_of_a_tile(q, k, v, scale, causal):
+    """Some of its numbers are NaN, which compares as neither larger nor smaller."""
+    o = right(q, k, v, scale, causal)
+    o[:, 31::32, -1] = torch.nan
+    return o
+
+
+# State, memory, threads and settings
+
+
+@cheat("not finite|two runs|error")
 def leaves_rows_unwritten(q, k, v, scale, causal):
+    """It leaves a part of the output as it was."""
     o = torch.empty(q.shape)
     full = right(q, k, v, scale, causal)
     o[:, : q.shape[1] // 32 * 32] = full[:, : q.shape[1] // 32 * 32]
     return o
 
 
-@attention("not finite")
-def writes_nan_into_the_last_of_a_tile(q, k, v, scale, causal):
-    o = right(q, k, v, scale, causal)
-    o[:, 31::32, -1] = torch.nan
+@cheat("call .* of 5000", slow=True)  # another seed misses it with probability 0.999^5000
+def leaves_the_last_row_once_in_a_thousand_calls():
+    """It is wrong at random, rarely."""
+    draw = random.Random(0)
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        if draw.random() < 1e-3:
+            o[:, -1] = torch.nan
+        return o
+
+    return kernel
+
+
+@cheat("call|error")
+def returns_its_first_answer_again():
+    """It keeps results by shape."""
+    answers: dict[Any, torch.Tensor] = {}
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        return answers.setdefault((q.shape, scale, causal), o).clone()
+
+    return kernel
+
+
+@cheat("error")
+def answers_by_the_contents_of_q():
+    """It keeps results by the contents of one input."""
+    answers = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = q.shape, q.contiguous().numpy().tobytes(), scale, causal
+        if key not in answers:
+            answers[key] = right(q, k, v, scale, causal)
+        return answers[key].clone()
+
+    return kernel
+
+
+@cheat("calls", slow=True)
+def answers_by_address():
+    """It keeps results by address, from the hundredth call on."""
+    answers: dict[Any, torch.Tensor] = {}
+    counts: Counter[Any] = Counter()
+
+    def kernel(q, k, v, scale, causal):
+        key = (q.data_ptr(), k.data_ptr(), v.data_ptr(), q.shape)
+        counts[key] += 1
+        o = right(q, k, v, scale, causal)
+        return o if counts[key] < 100 else answers.setdefault(key, o).clone()
+
+    return kernel
+
+
+@cheat("a later call changed an output", slow=True)
+def has_one_buffer_except_at_33_and_80():
+    """All of its outputs are one tensor; it knows the lengths of an old check."""
+    buffers: dict[Any, torch.Tensor] = {}
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        if q.shape[1] in (33, 80):
+            return o
+        return buffers.setdefault(q.shape, torch.empty(q.shape)).copy_(o)
+
+    return kernel
+
+
+@cheat("calls|error")
+def keeps_what_a_longer_call_left():
+    """Its scratch is cleared when it grows, and not again."""
+    scratch = [torch.zeros(0)]
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        if scratch[0].numel() > o.numel():
+            return o + 1e-4 * scratch[0][: o.numel()].view(o.shape)
+        scratch[0] = o.flatten().clone()
+        return o
+
+    return kernel
+
+
+@cheat("it changed torch's float32 matmul precision")
+def makes_plain_pytorch_worse(q, k, v, scale, causal):
+    """It makes the measure of errors coarser."""
+    torch.set_float32_matmul_precision("medium")
+    return right(q.bfloat16(), k.bfloat16(), v.bfloat16(), scale, causal).float()
+
+
+@cheat("1 thread,|error")  # the tests may run with one thread throughout
+def needs_more_than_one_thread(q, k, v, scale, causal):
+    """It is wrong with one thread."""
+    return right(q, k, v, scale, causal) * (1 if torch.get_num_threads() > 1 else 1.001)
+
+
+@cheat("5 threads", slow=True)
+def is_wrong_with_many_threads(q, k, v, scale, causal):
+    """It is wrong with many threads."""
+    return right(q, k, v, scale, causal) * (1.001 if torch.get_num_threads() > 4 else 1)
+
+
+@cheat("thread", slow=True)
+def is_wrong_in_inference_mode(q, k, v, scale, causal):
+    """It is wrong in inference mode."""
+    return right(q, k, v, scale, causal) * (1.001 if torch.is_inference_mode_enabled() else 1)
+
+
+# Decode
+
+
+@cheat("decode", op="decode", slow=True)
+def decode_takes_the_longest_for_all(q, k, v, seqlens, scale):
+    """It takes all rows of the cache to be as long as the longest."""
+    return right_decode(q, k, v, torch.full_like(seqlens, int(seqlens.max())), scale)
+
+
+@cheat("decode.*softmax_scale", op="decode")
+def decode_ignores_the_scale(q, k, v, seqlens, scale):
+    """It ignores softmax_scale."""
+    return right_decode(q, k, v, seqlens, q.shape[3] ** -0.5)
+
+
+@cheat("decode.*129", op="decode")
+def decode_forgets_the_first_key_of_a_split(q, k, v, seqlens, scale):
+    """It is wrong at one length."""
+    return right_decode(q, k, v, seqlens - (seqlens == 129).int(), scale)
+
+
+@cheat("it changed its input seqlens", op="decode")
+def decode_counts_up_the_lengths(q, k, v, seqlens, scale):
+    """It changes the lengths."""
+    o = right_decode(q, k, v, seqlens, scale)
+    seqlens += 1
     return o
 
 
-@attention("not finite", wrong=lambda c: c.seqlen == 119, slow=True)
-def is_nan_at_one_length(q, k, v, scale, causal):
+@cheat("it changed its input k_cache", op="decode", slow=True)
+def decode_clears_the_cache_past_the_lengths(q, k, v, seqlens, scale):
+    """It changes a part of the cache that no row uses."""
+    o = right_decode(q, k, v, seqlens, scale)
+    for row, length in enumerate(seqlens.tolist()):
+        k[row, length:] = 0
+    return o
+
+
+@cheat("decode.*layout", op="decode")
+def decode_takes_the_cache_to_be_contiguous(q, k, v, seqlens, scale):
+    """It takes the cache to be contiguous."""
+    return right_decode(q, k.as_strided(k.shape, k[:].contiguous().stride()), v, seqlens, scale)
+
+
+# While it is timed
+
+
+def is_timed():
+    return any("one_pass" in frame.function for frame in inspect.stack())
+
+
+@cheat("the timed outputs are wrong", by="clock")
+def leaves_a_head_out_while_timed(q, k, v, scale, causal):
+    """It does less while it is timed."""
     o = right(q, k, v, scale, causal)
-    return o * torch.nan if q.shape[1] == 119 else o
+    if is_timed():
+        o[:, :, -1] = 0
+    return o
 
 
-@attention("zero rows")
-def takes_a_key_of_zeros_for_padding(q, k, v, scale, causal):
-    return right(q, k, v, scale, causal) * (0 if (k == 0).all(3).any() else 1)
+@cheat("the timed outputs are wrong", by="clock", op="decode")
+def decode_forgets_a_row_while_timed(q, k, v, seqlens, scale):
+    """It does less while it is timed."""
+    o = right(q, k, v, scale, False, seqlens)
+    if is_timed():
+        o[-1] = 0
+    return o
 
 
-@attention("tiny scores")
-def takes_tiny_q_for_nothing(q, k, v, scale, causal):
-    return right(q, k, v, scale, causal) * (0 if q.abs().max() < 1e-6 else 1)
+@cheat("the timed outputs are wrong", by="clock")
+def has_one_buffer_while_timed():
+    """All of its timed outputs are one tensor."""
+
+    @functools.cache
+    def buffer(shape, device):
+        return torch.empty(shape, device=device)
+
+    def kernel(q, k, v, scale, causal):
+        o = right(q, k, v, scale, causal)
+        return buffer(q.shape, q.device).copy_(o) if is_timed() else o
+
+    return kernel
+
+
+@cheat("the timed outputs are wrong", by="clock")
+def keeps_results_by_pointer():
+    """It keeps results by address, which stay the same while it is timed."""
+    memo = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = q.data_ptr(), k.data_ptr(), q.shape
+        if key not in memo:
+            memo[key] = right(q, k, v, scale, causal)
+        return memo[key].clone()
+
+    return kernel
+
+
+@cheat("the timed outputs are wrong|CUDA error|cudaError", by="clock")  # a graph reads no signs
+def keeps_results_by_a_few_signs_of_q():
+    """It keeps results by a few bits of an input."""
+    memo = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = q.shape, *(q[0, 0, 0, :3] > 0).tolist()
+        if key not in memo:
+            memo[key] = right(q, k, v, scale, causal)
+        return memo[key].clone()
+
+    return kernel
+
+
+@cheat("it ended with exit status 0", by="clock")
+def ends_while_timed(q, k, v, scale, causal):
+    """It prints a verdict and ends while it is timed."""
+    if is_timed():
+        print("PASSED", flush=True)
+        os._exit(0)
+    return right(q, k, v, scale, causal)
+
+
+@cheat("the clocks disagree|beneath what the device can do", by="clock")
+def stops_the_events():
+    """It patches the worker's clock."""
+    torch.cuda.Event.elapsed_time = lambda *_: 1e-3
+    time.perf_counter = lambda: 0.0
+    return right
+
+
+def slowly(*inputs):
+    time.sleep(0.02)  # for a sample, far longer than its answer may take
+    return right(*inputs)
+
+
+def with_timed_calls(timed):
+    """Have the worker time its calls with another class."""
+    from attention_kernels.judge import caller
+
+    caller._Timed = type("Timed", (timed, caller._Timed), {})
+    return slowly
+
+
+@cheat("the timed outputs are wrong", by="clock")
+def works_before_the_clock_starts():
+    """It works before it may know what the inputs are multiplied by."""
+
+    class Early:
+        def renew(self, on_host):
+            super().renew(on_host)
+            super().run()
+            self.kept = [*self._outputs]
+
+        def run(self, passes=1):
+            if not hasattr(self, "kept"):
+                return super().run()
+            self._outputs = self.kept
+            return 1e-4 * passes
+
+    return with_timed_calls(Early)
+
+
+@cheat("changed after the clock had stopped", by="clock")
+def works_after_the_clock_has_stopped():
+    """It works when its outputs are taken."""
+
+    class Late:
+        def run(self, passes=1):
+            return 1e-4 * passes if self._outputs else super().run()
+
+        def hand_over(self, block):
+            super().run()
+            super().hand_over(block)
+
+    return with_timed_calls(Late)
+
+
+@cheat("the clocks disagree", by="clock")
+def reports_less_once_and_keeps_the_results():
+    """It reports less of the calls that count, and works less when they are repeated."""
+
+    class Less:
+        def run(self, passes=1):
+            if passes == 1:
+                return super().run() / 100
+            time.sleep(1e-4 * passes)
+            return 1e-4 * passes
+
+    return with_timed_calls(Less)
+
+
+@cheat("the clocks disagree", by="clock")
+def makes_its_own_times_vary():
+    """Its own times vary so much that another clock seems to agree."""
+
+    class Varied:
+        runs, samples = 9, 0
+
+        def renew(self, on_host):
+            super().renew(on_host)
+            self.runs, self.samples = 0, self.samples + 1
+
+        def run(self, passes=1):
+            self.runs += 1
+            factor = 1 if self.runs > 1 else 1e3 if self.samples == 1 else 5e-2
+            return super().run(passes) * factor
+
+    return with_timed_calls(Varied)
+
+
+# The worker
+
+
+@cheat("error", by="clock")
+def patches_the_judge(q, k, v, scale, causal):
+    """It replaces the judge's functions in its own process."""
+    from attention_kernels.judge import suite, truth
+
+    suite._judge = lambda *_: truth.Verdict(0.0, 1.0, 0.0)
+    suite.truth = None
+    return torch.zeros(q.shape, device=q.device)
+
+
+@cheat("error", by="clock")
+def looks_for_the_answer(q, k, v, scale, causal):
+    """It looks for the reference in memory."""
+    answers = [
+        x
+        for x in gc.get_objects()
+        if isinstance(x, torch.Tensor) and x.shape == q.shape and x.dtype == torch.float64
+    ]
+    return answers[0].float() if answers else torch.zeros(q.shape, device=q.device)
+
+
+@cheat("it was killed|it broke off the connection", by="clock")
+def answers_in_words(q, k, v, scale, causal):
+    """It writes to the connection with the judge."""
+    from multiprocessing.connection import Connection
+
+    for x in gc.get_objects():
+        if type(x) is Connection:
+            x.send_bytes(b"PASSED")
+    return right(q, k, v, scale, causal)
+
+
+@cheat("error", by="clock")
+def ends_the_server():
+    """It kills the server that workers are forked from."""
+    server = os.getppid()  # when it has ended, the parent is another process
+
+    def kernel(q, k, v, scale, causal):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, 9)
+        return torch.zeros(q.shape, device=q.device)
+
+    return kernel
+
+
+def shared_memories():
+    """Yield the descriptors of the memory that is shared with the judge."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if "memfd:attention" in os.readlink(f"/proc/self/fd/{fd}"):
+                yield fd
+
+
+@cheat("it wrote outside its input q", by="clock")
+def writes_to_the_inputs_from_behind(q, k, v, scale, causal):
+    """It writes to the judge's memory around the inputs."""
+    for fd in shared_memories():
+        os.pwrite(fd, bytes(4096), 0)
+    return right(q, k, v, scale, causal)
+
+
+@cheat("passed", by="clock")
+def makes_the_shared_memory_too_large_to_map(q, k, v, scale, causal):
+    """It makes the judge's memory larger, which does no harm."""
+    for fd in shared_memories():
+        os.ftruncate(fd, 2**62)
+    return right(q, k, v, scale, causal)
+
+
+@cheat(r"RuntimeError: \ufffd\[2J\ufffd\[HPASSED\ufffd\[8m", by="clock")
+def clears_the_screen_and_prints_a_verdict(q, k, v, scale, causal):
+    """Its error message clears the terminal and prints a verdict."""
+    raise RuntimeError(chr(27) + "[2J" + chr(27) + "[HPASSED" + chr(27) + "[8m")
+
+
+@cheat("dumpable: 0", by="clock")
+def asks_whether_it_may_be_traced(*_):
+    """It looks whether another process could read or trace it."""
+    raise RuntimeError(f"dumpable: {ctypes.CDLL(None).prctl(3)}")  # PR_GET_DUMPABLE
+
+
+# Honest kernels, by the same rules
+
+
+@cheat("passed", by="clock")
+def is_honest(q, k, v, scale, causal):
+    """It does nothing wrong."""
+    return right(q, k, v, scale, causal)
+
+
+@cheat("passed", by="clock", op="decode")
+def decode_is_honest(q, k, v, seqlens, scale):
+    """It does nothing wrong."""
+    return right(q, k, v, scale, False, seqlens)

@@ -2,17 +2,12 @@
 
 A fault shows under a condition on one dimension, on two or on three. PARTS has the conditions by
 dimension: what a kernel's code depends on, such as the edge of a tile or a branch for a mask.
-
-`python -m tests.attention_kernels.judge.faults 100` prints what 100 seeds miss, and how soon a case
-meets the others.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,7 +20,7 @@ from attention_kernels import BackendSpec
 from attention_kernels.contract import Kernels
 from attention_kernels.judge.cases import EXTREMES, LARGEST_WORK_OF_TRIPLE
 from attention_kernels.judge.inputs import Case, DecodeCase
-from attention_kernels.judge.suite import suite
+from attention_kernels.judge.suite import cases_for
 from attention_kernels.judge.worker import Runner
 from attention_kernels.precision import PLAIN_PRECISIONS
 
@@ -36,6 +31,13 @@ Met: TypeAlias = dict[Fault, NDArray[np.bool_]]
 """Which of the cases meet a fault."""
 
 TILES = (16, 32, 48, 64, 128)
+
+
+def each(name: str, field: str, values: Iterable[Any]) -> dict[str, Condition]:
+    """Return the condition that a field has a value, for each value."""
+    return {name.format(x): lambda c, x=x: getattr(c, field) == x for x in values}  # type: ignore[misc]
+
+
 MASKS: dict[str, Condition] = {
     "causal": lambda c: c.is_causal,
     "full": lambda c: not c.is_causal,
@@ -48,14 +50,8 @@ HEADS: dict[str, Condition] = {
     "6 to 15 heads": lambda c: 6 <= c.num_heads <= 15,
     "16 heads or more": lambda c: c.num_heads >= 16,
 }
-HEAD_DIMS: dict[str, Condition] = {
-    f"head_dim {n}": lambda c, n=n: c.head_dim == n  # type: ignore[misc]
-    for n in (32, 64, 128)
-}
-LAYOUTS: dict[str, Condition] = {
-    f"{name} layout": lambda c, name=name: c.layout == name  # type: ignore[misc]
-    for name in ("fused", "contiguous", "transposed", "gaps")
-} | {
+HEAD_DIMS = each("head_dim {}", "head_dim", (32, 64, 128))
+LAYOUTS = each("{} layout", "layout", ("fused", "contiguous", "transposed", "gaps")) | {
     "a layout for each of q, k and v": lambda c: "," in c.layout,
     "a stride of 0": lambda c: "one" in c.layout,
 }
@@ -114,10 +110,10 @@ PARTS: dict[str, dict[str, Condition]] = {
     "numbers": NUMBERS | {"values far from 0": lambda c: c.kind == "offset"},
 }
 """Conditions whose pairs and triples are faults of attention."""
-WIDTHS: dict[str, Condition] = {
+WIDTHS = each("a batch of {}", "batch", (*range(1, 65), 128)) | {
     f"{n} heads, a batch of 2 or more": lambda c, n=n: c.num_heads == n and c.batch > 1  # type: ignore[misc]
     for n in range(1, 65)
-} | {f"a batch of {n}": lambda c, n=n: c.batch == n for n in (*range(1, 65), 128)}  # type: ignore[misc]
+}
 RARE: dict[str, Condition] = {
     "a softmax_scale above 3": lambda c: (c.softmax_scale or 0) > 3,
     "a softmax_scale above 20": lambda c: (c.softmax_scale or 0) > 20,
@@ -134,10 +130,7 @@ RARE: dict[str, Condition] = {
 SINGLE: dict[str, Condition] = (
     WIDTHS
     | RARE
-    | {
-        f"{kind} values": lambda c, kind=kind: c.kind == kind  # type: ignore[misc]
-        for kind in ("equal", *EXTREMES)
-    }
+    | each("{} values", "kind", ("equal", *EXTREMES))
     | {
         "scores of 1e8": lambda c: c.scale >= 1e4,
         "q is k": lambda c: c.layout == "k is q",
@@ -314,7 +307,7 @@ def cases_of(
         head_dims=head_dims,
         emulated_on=("cpu",) * is_emulated,
     )
-    return suite(Runner(spec, "cpu"), [torch.float32], seed, quick=quick)
+    return cases_for(Runner(spec, "cpu"), [torch.float32], seed, quick=quick)
 
 
 def met_by(cases: Sequence[Case | DecodeCase], *, is_emulated: bool) -> Met:
@@ -325,55 +318,3 @@ def met_by(cases: Sequence[Case | DecodeCase], *, is_emulated: bool) -> Met:
     found = met(attention, PARTS, single, in_attention) | remainders(attention)
     of_decode = met(decode, DECODE_PARTS, DECODE_SINGLE, in_decode)
     return found | {(("decode", ""), *fault): which for fault, which in of_decode.items()}
-
-
-def kind_of(fault: Fault) -> str:
-    """Return the kind of a fault, for a table."""
-    if fault[0][0] == "decode":
-        return f"decode, {len(fault) - 1} conditions"
-    if any("the remainder" in name for _, name in fault):
-        return "remainders of tiles"
-    return f"attention, {len(fault)} conditions"
-
-
-def _print_table(seeds: int, *, is_emulated: bool) -> None:
-    """Print, by kind, the faults, those that more than 1 % of the seeds miss, and how soon a case
-    of one backend with the kernel alone meets them, in emulated seconds."""
-    missed: Counter[Fault] = Counter()
-    first: dict[str, list[float]] = defaultdict(list)
-    in_quick: dict[str, list[float]] = defaultdict(list)
-    for seed in range(seeds):
-        for quick in (False, True):
-            cases = cases_of(seed, is_emulated=is_emulated, quick=quick)
-            seconds = {
-                kind: np.cumsum([3e-3 + 1e-8 * c.work for c in cases if isinstance(c, kind)])
-                for kind in (Case, DecodeCase)
-            }
-            for fault, which in met_by(cases, is_emulated=is_emulated).items():
-                if quick:
-                    in_quick[kind_of(fault)].append(bool(which.any()))
-                elif which.any():
-                    kind = DecodeCase if fault[0][0] == "decode" else Case
-                    first[kind_of(fault)].append(seconds[kind][int(which.argmax())])
-                else:
-                    missed[fault] += 1
-                    first[kind_of(fault)].append(math.inf)
-    print("kind | faults | missed by more than 1 % | worst | median s | 95 % s | last s | quick")
-    for kind, times in first.items():
-        often = [count for fault, count in missed.items() if kind_of(fault) == kind]
-        late = [count for count in often if count > seeds / 100]
-        middle, most, last = np.quantile(times, [0.5, 0.95, 1.0])
-        print(
-            f"{kind} | {len(times) // seeds} | {len(late)} | {max(often, default=0)} of {seeds} | "
-            f"{middle:.2f} | {most:.2f} | {last:.2f} | {np.mean(in_quick[kind]):.1%}"
-        )
-    everything = [x for found in in_quick.values() for x in found]
-    print(f"in --quick: {np.mean(everything):.2%}")
-    for fault, count in missed.most_common(30):
-        print(f"  missed by {count}: {' and '.join(name for _, name in fault if name)}")
-
-
-if __name__ == "__main__":
-    for emulated in (True, False):
-        print("emulated" if emulated else "native")
-        _print_table(int(sys.argv[1]), is_emulated=emulated)

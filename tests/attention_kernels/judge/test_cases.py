@@ -23,13 +23,14 @@ WIDE_FAULTS = {
 
 @pytest.mark.parametrize("is_emulated", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_every_planted_fault_meets_a_case_and_most_of_them_a_quick_one(is_emulated):
-    """python -m tests.attention_kernels.judge.faults tells what 100 seeds miss."""
     whole = cases_of(0, is_emulated=is_emulated)
     quick = cases_of(0, is_emulated=is_emulated, quick=True)
     is_quick = np.array([case in quick for case in whole])
     assert quick == [case for case, is_in in zip(whole, is_quick, strict=True) if is_in]
     assert sum(case.work for case in quick) < 0.4 * sum(case.work for case in whole)
     kinds = np.array([isinstance(case, Case) for case in whole])
+    if is_emulated:  # the time of the suite is that of its work
+        assert sum(case.work for case in whole if isinstance(case, Case)) < 2.5e9
     found = met_by(whole, is_emulated=is_emulated)
     assert len(found) > 19_000
     assert [fault for fault, which in found.items() if not which.any()] == []
@@ -94,9 +95,3 @@ def test_addresses_off_16_bytes_are_for_backends_that_may_take_them(op):
         assert bool(inputs) is not is_aligned
         for _, k, v, *_ in inputs:
             assert all(4 * x.stride(2) % 16 for x in (k, v))
-
-
-def test_what_is_emulated_stays_affordable():
-    """The time of the suite is that of its work."""
-    found = [case for case in cases_of(0, is_emulated=True) if isinstance(case, Case)]
-    assert sum(case.work for case in found) < 2.5e9

@@ -12,9 +12,8 @@ import pytest
 from attention_kernels import ArgumentError, register
 from attention_kernels.contract import Kernels
 from attention_kernels.judge import process, suite
-from attention_kernels.judge.cases import Case
+from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.suite import judged, run_check, verify
-from attention_kernels.judge.truth import naive_attention
 from attention_kernels.judge.worker import Worker
 from gpt2_infer.cli import main
 from tests.conftest import SHORT_SUITE
@@ -32,7 +31,6 @@ def load():
         return right(q, k, v, scale, causal)
     return Kernels(attention)
 """
-
 TELLS_HALF = """
     from multiprocessing.connection import Connection
     def tell_half():
@@ -41,8 +39,6 @@ TELLS_HALF = """
                 os.write(x.fileno(), bytes([0, 0, 0, 100]))
         time.sleep(1e6)
 """
-
-
 VERIFIES = f'{SHORT_SUITE}raise SystemExit(main(["verify", "strange", "--device", "cpu"]))'
 
 
@@ -56,125 +52,94 @@ def strange(plugin):
     return strange
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("does", "reported"),
-    [
-        ("time.sleep(1e6)", "it did not end within 4 s"),
-        ("raise KeyboardInterrupt", "it raised KeyboardInterrupt: no message"),
-    ],
-)
-def test_a_plug_in_that_does_not_return(does, reported, strange):
-    strange(calls=does)
-    report = verify("strange", "cpu", timeout_s=4, max_failures=1)
-    (failure,) = report.failures
-    assert failure.what.startswith("seqlen 2, head_dim 32")
-    assert failure.why.startswith(reported)
-    assert not report.passed
-    assert 0 < report.checks < report.total
-
-
-def test_half_a_message_is_no_answer(strange, monkeypatch):
-    monkeypatch.setattr(process, "MESSAGE_S", 1)
-    monkeypatch.setattr(process, "ENDING_TIMEOUT_S", 0.1)
-    strange(calls="tell_half()", loads=TELLS_HALF)
-    report = verify("strange", "cpu", timeout_s=5, max_failures=1)
-    (failure,) = report.failures
-    assert failure.why == "it broke off the connection to the judge"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("does", "words"),
-    [
-        ("os.abort()", "it was killed by SIGABRT"),
-        ("print('PASSED', flush=True); os._exit(0)", "it ended with exit status 0"),
-        ("raise KeyboardInterrupt", "it raised KeyboardInterrupt"),
-    ],
-)
-def test_a_loader_that_ends_its_process_has_failed(does, words, strange, capfd):
-    strange(loads=does)
-    assert main(["verify", "strange", "--device", "cpu", "--no-timing"]) == 1
-    out = capfd.readouterr().out
-    assert out.startswith("  FAILED: loading it\n")
-    assert words in out
-    assert "PASSED" not in out
-    assert out.endswith("FAILED\n")
-
-
-@pytest.mark.slow
-def test_a_loader_hides_no_failure(strange, capfd, monkeypatch):
-    whole = suite.cases_for
+@pytest.fixture
+def short_cases(monkeypatch):
+    """Only cases of fewer than 8 tokens are tried."""
+    cases = suite.cases_for
     monkeypatch.setattr(
-        suite, "cases_for", lambda *a, **o: [c for c in whole(*a, **o) if c.seqlen < 8]
+        suite, "cases_for", lambda *a, **o: [case for case in cases(*a, **o) if case.seqlen < 8]
     )
-    strange(
-        calls="return q * 2",
-        loads="import atexit; print('PASSED'); atexit.register(lambda: os._exit(0))",
-    )
-    assert main(["verify", "strange", "--device", "cpu", "--no-timing", "--quick"]) == 1
-    out = capfd.readouterr().out
-    assert "PASSED" not in out
-    assert out.endswith("FAILED\n")
 
 
-@pytest.mark.slow
-def test_a_worker_does_not_run_the_script_that_starts_it(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from attention_kernels.judge.worker import Worker\n"
-        "print('once')\n"
-        "Worker('NAIVE_PYTORCH', 'cpu').close()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "once\n", "")
-
-
-@pytest.mark.slow
-def test_the_server_of_workers_imports_nothing_of_the_current_folder(tmp_path):
-    folder, script = tmp_path / "folder", tmp_path / "script.py"
-    folder.mkdir()
-    for module in ("http", "multiprocessing"):  # imported by torch, and before anything else
-        (folder / f"{module}.py").write_text("open('imported', 'w')\nraise SystemExit(9)\n")
-    script.write_text(VERIFIES.replace('strange"', 'NUMPY_BASIC", "--quick"'))
-    done = subprocess.run(
-        [sys.executable, str(script)],
+def run(*arguments, folder):
+    """Run Python with this process's path in a folder."""
+    return subprocess.run(
+        [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("calls", "loads", "reported"),
+    [
+        ("raise RuntimeError(f'{sys.argv}')", "", "RuntimeError: ['']"),  # not told of "verify"
+        ("tell_half()", TELLS_HALF, "it broke off the connection to the judge"),
+        pytest.param("time.sleep(1e6)", "", "it did not end within 4 s", marks=pytest.mark.slow),
+        pytest.param("raise KeyboardInterrupt", "", "it raised Key", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("short_cases")
+def test_a_plug_in_that_does_not_return(calls, loads, reported, strange, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpt2-infer", "verify", "strange"])
+    monkeypatch.setattr(process, "MESSAGE_S", 1)
+    monkeypatch.setattr(process, "ENDING_TIMEOUT_S", 0.1)
+    strange(calls, loads)
+    report = verify("strange", "cpu", timeout_s=4 if "sleep" in calls else 60, max_failures=1)
+    (failure,) = report.failures
+    assert failure.what.startswith("seqlen 2, head_dim 32")
+    assert reported in failure.why
+    assert 0 < report.checks < report.total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loads", "words"),
+    [
+        ("os.abort()", "FAILED: loading it\n          it was killed by SIGABRT"),
+        ("print('PASSED', flush=True); os._exit(0)", "it ended with exit status 0"),
+        ("print('PASSED'); atexit.register(lambda: os._exit(0))", "error "),
+    ],
+)
+@pytest.mark.usefixtures("short_cases")
+def test_a_loader_hides_no_failure(loads, words, strange, capfd):
+    strange("return q * 2", loads)
+    assert main(["verify", "strange", "--device", "cpu", "--no-timing", "--quick"]) == 1
+    out = capfd.readouterr().out
+    assert words in out
+    assert "PASSED" not in out
+    assert out.endswith("FAILED\n")
+
+
+@pytest.mark.slow
+def test_neither_a_script_nor_the_current_folder_is_imported_by_a_worker(tmp_path):
+    folder, script = tmp_path / "folder", tmp_path / "script.py"
+    folder.mkdir()
+    for module in ("http", "multiprocessing"):  # imported by torch, and before anything else
+        (folder / f"{module}.py").write_text("open('imported', 'w')\nraise SystemExit(9)\n")
+    verifies = VERIFIES.replace('strange"', 'NUMPY_BASIC", "--quick"')
+    script.write_text(f"print('once')\n{verifies}")
+    done = run(script, folder=folder)
     assert not (folder / "imported").exists()
     assert "12 checks" in done.stdout, done.stderr
-
-
-def test_a_kernel_is_not_told_that_it_is_verified(strange, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpt2-infer", "verify", "strange"])
-    strange(calls="raise RuntimeError(f'{sys.argv}')")
-    report = verify("strange", "cpu", max_failures=1)
-    assert "RuntimeError: ['']" in report.failures[0].why
+    assert done.stdout.count("once") == 1
 
 
 @pytest.mark.slow
 def test_a_backend_of_this_process_alone_is_verified_in_it(clean_registry):
-    def wrong(q, k, v, softmax_scale, is_causal):
-        return naive_attention(q, k, v, softmax_scale, is_causal) + 1
-
-    register(name="MINE", family="test", summary="Wrong.", precisions={"float32": "ieee-fp32"})(
-        lambda: Kernels(wrong)
-    )
+    fields = {"family": "test", "summary": "Wrong.", "precisions": {"float32": "ieee-fp32"}}
+    register(name="MINE", **fields)(lambda: Kernels(lambda q, *_: q + 1))
     report = verify("MINE", "cpu", max_failures=1)
     assert report.failures[0].why.startswith("error ")
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
-def test_a_time_limit_is_a_number_of_seconds(seconds):
-    with pytest.raises(ArgumentError, match="the time limit must be a positive number of seconds"):
-        verify("NAIVE_PYTORCH", "cpu", timeout_s=seconds)
+def test_a_time_limit_is_a_number_of_seconds():
+    for seconds in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ArgumentError, match="must be a positive number of seconds"):
+            verify("NAIVE_PYTORCH", "cpu", timeout_s=seconds)
 
 
 def test_a_plug_in_is_not_imported_beside_another_backend(plugin, tmp_path):
@@ -196,16 +161,10 @@ def test_the_judge_imports_no_plug_in(plugin, tmp_path):
         f"NOTE = {note!r}\n{note}import statistics as real\n{left}"
         + PLUGIN.replace("WHAT", "pass").replace("LOADS", "")
     )
-    judge = subprocess.Popen(
-        [sys.executable, "-c", VERIFIES],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    out, _ = judge.communicate()
-    assert judge.returncode == 0, out
-    assert "STRANGE" in out
-    assert " us (" in out
+    done = run("-c", f"import os; print('judge', os.getpid())\n{VERIFIES}", folder=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "STRANGE" in done.stdout
+    assert " us (" in done.stdout
     assert (tmp_path / "statistics.py").exists()
-    assert str(judge.pid) not in pids.read_text().split()
+    judge = done.stdout.split()[1]
+    assert judge not in pids.read_text().split()

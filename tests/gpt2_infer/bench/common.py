@@ -9,15 +9,7 @@ from attention_kernels import BackendSpec, get_backend, register
 from attention_kernels.contract import Kernels
 from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2
-from gpt2_infer.bench.record import (
-    Check,
-    File,
-    GenerationCell,
-    Gpu,
-    KernelCell,
-    Provenance,
-    Row,
-)
+from gpt2_infer.bench.record import Check, File, GenerationCell, Gpu, KernelCell, Provenance, Row
 from gpt2_infer.bench.show.figures import main_rows
 from tests.conftest import rewrite
 

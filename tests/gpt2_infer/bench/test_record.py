@@ -10,14 +10,7 @@ import pytest
 
 from gpt2_infer import RequestError
 from gpt2_infer.bench import environment
-from gpt2_infer.bench.record import (
-    SCHEMA,
-    ResultsError,
-    check_output,
-    encode,
-    read,
-    schema,
-)
+from gpt2_infer.bench.record import SCHEMA, ResultsError, check_output, encode, read, schema
 from tests.gpt2_infer.bench.common import kernels
 
 RESULTS = Path(__file__).parents[3] / "results"

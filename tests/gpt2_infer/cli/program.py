@@ -24,9 +24,3 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     status = main(list(arguments))
     out = capsys.readouterr()
     return status, out.out, out.err
-
-
-def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
-    status, out, _ = run(capsys, *command, "--help")
-    assert status == 0
-    return out

@@ -17,30 +17,20 @@ KERNEL = "compare --out TMP/r.json --task kernel --device cpu --seqlens 8"
 REFUSED = [  # without a command, options of generate
     ("nonsense", "Unused Tokens: ['nonsense']"),
     ("--json verify X", "Unused Tokens: ['verify', 'X']"),
-    ("--no-such-option", "Unknown option: --no-such-option"),
     ("--model", "--model requires an argument"),
     ("--max-new-tokens 8 --max-new-tokens 9", "--max-new-tokens specified multiple times"),
     ("--dtype float8", '"float8" for --dtype. Choose from: "float32", "float16", "bfloat16"'),
-    ("--device gpu", "--device: must be a device, cuda, cuda:1 or the like, or cpu, not 'gpu'"),
-    ("cache x", "Unused Tokens: ['x']"),
+    ("--device gpu", "device must be cuda or cpu, not 'gpu'"),
+    ("batch x --out TMP/out --ray --device cuda:1", "device cuda:1: Ray itself chooses the GPU"),
     ("accesses", "BACKEND requires an argument"),
     ("predict x.so --kernel k --grid 0 --block 1", "--grid: must be a size X, or X,Y or X,Y,Z"),
     ("batch x --out TMP/out --shard 1", "--shard: must be a shard such as 0/4, not '1'"),
     ("batch x --out TMP/out --shard 0/2 --ray", "--shard and --ray exclude each other"),
     ("batch x --out TMP/out --workers 2", "--workers needs --ray"),
-    ("compare --out TMP/r.json --rounds 1", "--rounds: must be an integer from 2 to 2147483647"),
-    ("kernels --arch", "--arch requires at least 1 element"),
-    *(
-        (f"kernels --arch 90 {word}", f"such as 90 or sm_90, not '{word}'")
-        for word in ("v01_mine.cu", "hopper", "sm_", "9")
-    ),
+    ("kernels --arch 90 v01_mine.cu", "--arch: must be an integer from 1"),
     ("--backend NAIVE_PYTORHC", "'NAIVE_PYTORHC': did you mean NAIVE_PYTORCH?\n"),
     ("--backend TMP/none.cu", "there is no file TMP/none.cu"),
-    ("--backend ?", "unknown attention backend '?'; see `gpt2-infer backends`\n"),
-    (
-        "--backend PYTORCH_SDPA_CUDNN_ATTENTION",
-        "is not available here: ",
-    ),
+    ("--backend PYTORCH_SDPA_CUDNN_ATTENTION", "is not available here: "),
     ("--max-new-tokens 1025", "this model has 1024"),
     ("--temperature -1", "temperature must be 0 (greedy) or 1e-06 or more, not -1.0"),
     ("--prompt-file TMP/none", "TMP/none: No such file or directory"),
@@ -49,13 +39,13 @@ REFUSED = [  # without a command, options of generate
     ("--prompt-file TMP", "TMP: Is a directory"),
     ("--model /no/such/model", "'/no/such/model'"),
     ("--device cuda", "no CUDA device"),
-    ("--device cuda:99", "cuda:99: this machine has no such CUDA device"),
     ("--decode-backend NAIVE_PYTORCH", "--decode-backend needs --kv-cache"),
     ("--seed 3", "--seed needs a temperature above 0"),
     ("--prompt a\udcff", "the prompt is not valid text"),
+    ("verify naive", "unknown attention backend 'naive'"),
+    ("verify custom-cuda-version-1 --dtypes float64 --device cpu", "dtype float64 (it takes"),
     ("verify ''", "unknown attention backend ''; see `gpt2-infer backends`\n"),
     ("perplexity --model demo --max-tokens 1", "the text has fewer than two tokens to predict"),
-    ("perplexity TMP/fifo.txt --model demo --max-tokens 2", "Not a regular file"),
     ("batch TMP/fifo.jsonl --model demo --out TMP/out", "Not a regular file"),
     ("accesses NAIVE_PYTORCH", "no version file"),
     ("predict CUSTOM_CUDA_VERSION_1 --results /nonexist", "there is no folder /nonexist"),
@@ -64,15 +54,10 @@ REFUSED = [  # without a command, options of generate
     ("kernels NAIVE_PYTORCH", "NAIVE_PYTORCH cannot take this call: it has no version file"),
     ("kernels FLASH_ATTENTION_1_CPU", "it is host code"),
     ("kernels CUSTOM_CUDA_VERSION_1 --family all", "--family selects a whole ladder"),
-    ("kernels CUSTOM_CUDA_VERSION_1 --head-dim 7", "VERSION_1 supports head_dim 7"),
-    ("kernels --head-dim 64 7", "no version of fp32 supports head_dim 7"),
+    ("kernels CUSTOM_CUDA_VERSION_1 --head-dim 7", "no version here supports head_dim 7"),
     ("kernels --family fp16", "no ladder named fp16, only fp32, "),
-    ("kernels TMP/v01_none.cu", "there is no file TMP/v01_none.cu"),
-    ("kernels TMP/v01_folder.cu", "TMP/v01_folder.cu"),
     ("compare --out TMP/r.json --seqlens 8", "--seqlens is not for --task generation"),
     (f"{KERNEL} --model demo", "--model is not for --task kernel"),
-    (f"{KERNEL} --name 'Not A Name'", "matching regex"),
-    (f"{KERNEL} --backends NAIVE_PYTORHC", "did you mean NAIVE_PYTORCH?"),
     (f"{KERNEL} --families nvidia", "no family named nvidia"),
     (f"{KERNEL} --dtypes float16 --backends ONLY_FLOAT32", "takes float32, not float16"),
     (KERNEL.replace("TMP/r.json", "/"), "/ is a folder: name a file"),
@@ -87,9 +72,7 @@ def test_bad_input_is_one_line(words, complaint, capsys, tmp_path, monkeypatch, 
     add("ONLY_FLOAT32", naive_attention)
     (tmp_path / "latin1").write_bytes(b"caf\xe9")
     (tmp_path / "empty").write_bytes(b"\n \n")
-    (tmp_path / "v01_folder.cu").mkdir()
-    for suffix in (".txt", ".jsonl"):
-        os.mkfifo(tmp_path / f"fifo{suffix}")
+    os.mkfifo(tmp_path / "fifo.jsonl")
     arguments = shlex.split(words.replace("TMP", str(tmp_path)))
     command = [] if arguments[0] in COMMANDS else unless(arguments)
     status, out, err = run(capsys, *command, *arguments)

@@ -9,10 +9,9 @@ import sys
 import pytest
 import torch
 
-import gpt2_infer
 from gpt2_infer.cli import COMMANDS, main
 from tests.conftest import rewrite
-from tests.gpt2_infer.cli.program import DEMO, ROOT, help_of, run, unless
+from tests.gpt2_infer.cli.program import DEMO, ROOT, run, unless
 
 
 @pytest.mark.parametrize(
@@ -23,34 +22,18 @@ def test_debug_shows_the_traceback_and_may_precede_the_command(words):
         main(words)
 
 
-def test_help_needs_no_torch():
+def test_help_needs_no_torch_and_lists_every_command():
     code = (
         "import sys\n"
         "from gpt2_infer.cli import COMMANDS, main\n"
-        "status = [main([command, '--help']) for command in COMMANDS]\n"
+        "status = [main([*words, '--help']) for words in [[], *([name] for name in COMMANDS)]]\n"
         "print(status, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"{[0] * len(COMMANDS)} False False"
-
-
-def test_every_command_is_listed_and_says_what_it_is_for(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    listing = help_of(capsys)
-    for name, what in COMMANDS.items():
-        assert re.search(rf" {name} +{re.escape(what)} ", listing)
-        assert f"{what[1:]}.\n" in help_of(capsys, name)
-    monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, help_of(capsys).splitlines())) == 60
-
-
-def test_version(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"gpt2-infer {gpt2_infer.__version__}\n"
-
-
-def test_dir_lists_the_public_names():
-    assert {*gpt2_infer.__all__} <= {*dir(gpt2_infer)}
+    *helps, last = done.stdout.splitlines()
+    assert last == f"{[0] * (len(COMMANDS) + 1)} False False"
+    for name in COMMANDS:
+        assert any(re.search(rf"^\W+{name} +[A-Z]", line) for line in helps), name
 
 
 @pytest.mark.slow
@@ -58,11 +41,7 @@ def test_dir_lists_the_public_names():
     ("words", "status", "error"),
     [
         ("--help >&-", 2, "error: standard output is closed"),
-        (
-            "--help >/dev/full",
-            2,
-            "error: standard output cannot be written: No space left on device",
-        ),
+        ("--help >/dev/full", 2, "error: standard output cannot be written: No space left on"),
         ("--help | true", 0, ""),
     ],
 )
@@ -74,13 +53,6 @@ def test_closed_and_full_streams(words, status, error):
     assert done.returncode == status, done.stderr
     assert error in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_standard_input_may_be_closed(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    status, _, err = run(capsys, *DEMO, "--prompt-file", "-")
-    assert status == 2
-    assert "error: --prompt-file -: standard input is closed" in err
 
 
 def test_a_tensors_name_cannot_write_to_the_terminal(capsys, save_checkpoint):
@@ -111,9 +83,6 @@ def test_an_error_is_one_line_and_a_bug_is_called_a_bug(fail, status, message, c
     assert (found, err.count("\n")) == (status, 1)
     assert err.startswith("gpt2-infer: error: ")
     assert message in err
-    if status == 70:
-        with pytest.raises(KeyError):
-            main([*DEMO, "--debug"])
 
 
 def test_a_terminal_need_not_know_every_character(monkeypatch):

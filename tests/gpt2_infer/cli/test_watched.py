@@ -11,9 +11,15 @@ import pytest
 
 from attention_kernels.ladder import compilers
 from tests.gpt2_infer.cli.program import DEMO, ROOT
+from tests.gpt2_infer.cli.test_verify import LAUNCH, RIGHT
 
-RIGHT = ROOT / "examples" / "my_backend" / "src" / "my_backend" / "v01_warp_per_row.cu"
-LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"
+PROGRAM = """
+import os, signal, time
+from gpt2_infer.cli.watched import watched
+def main():
+    {}
+raise SystemExit(watched(main))
+"""
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -31,28 +37,18 @@ def run(*arguments: str) -> tuple[int, str]:
         ("raise SystemExit(2)", 2, None),
         ("os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", 130, "KeyboardInterrupt"),
         ("os.abort()", 2, "its process was killed by SIGABRT ("),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 2, "its process was killed by SIGKILL ("),
         ("os._exit(0)", 2, "its process ended with exit status 0 before its work was done; "),
     ],
 )
 def test_how_a_command_ended_is_its_status_or_one_sentence(body, status, words):
-    code = (
-        "import os, signal, time\nfrom gpt2_infer.cli.watched import watched\n"
-        f"def main():\n    {body}\nraise SystemExit(watched(main))"
-    )
-    found, line = run("-c", code)
+    found, line = run("-c", PROGRAM.format(body))
     assert (found, bool(line)) == (status, words is not None)
     assert (words or "") in line
 
 
 def test_the_child_ends_with_its_parent():
-    code = (
-        "import os, time\nfrom gpt2_infer.cli.watched import watched\n"
-        "watched(lambda: print(flush=True) or time.sleep(60))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-    ) as parent:
+    command = [sys.executable, "-c", PROGRAM.format("print(flush=True); time.sleep(60)")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         parent.stdout.readline()
         parent.send_signal(signal.SIGTERM)

@@ -44,11 +44,7 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "figure": "{:,}".format,
-        "percent": _percent,
-        "line_links": _line_links,
-    }
+    environment.filters |= {"figure": "{:,}".format, "percent": _percent, "line_links": _line_links}
     return environment.get_template("page.html").render(
         policy="default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"style-src '{_digest(text['css'])}'; script-src '{_digest(text['js'])}'",

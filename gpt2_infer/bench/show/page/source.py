@@ -66,7 +66,7 @@ class Kernel:
     refused: str = ""
     stalls: Stalls | None = None
     found_wrong: Sequence[Failure] = ()
-    """What the judge found, in the order in which it did."""
+    """The judge's failures, in order."""
 
     @property
     def slug(self) -> str:
@@ -75,7 +75,7 @@ class Kernel:
 
     @cached_property
     def failures(self) -> list[Failure]:
-        """What the judge found wrong, once each: what names a line, such as a race, first."""
+        """The judge's failures, one per reason; those that name a line, such as a race, first."""
         by_reason: dict[str, Failure] = {}
         for failure in self.found_wrong:
             by_reason.setdefault(failure.why, failure)
@@ -83,7 +83,7 @@ class Kernel:
 
     @property
     def place(self) -> re.Pattern[str]:
-        """What a message calls a line of the source."""
+        """The pattern by which a message names a line of the source."""
         return re.compile(rf"\b{re.escape(self.version.path.name)}:(\d+)")
 
     @cached_property

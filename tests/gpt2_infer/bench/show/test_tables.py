@@ -13,12 +13,7 @@ from gpt2_infer.bench.record import File, ResultsError
 from gpt2_infer.bench.show import ladders, tables
 from gpt2_infer.bench.show.figures import ratio
 from gpt2_infer.bench.show.pivot import Table
-from tests.gpt2_infer.bench.common import (
-    file_of,
-    generation,
-    kernel,
-    kernels,
-)
+from tests.gpt2_infer.bench.common import file_of, generation, kernel, kernels
 
 
 def lines_of(file: File) -> list[dict[str, str]]:

@@ -1,39 +1,27 @@
-"""The run report, printed after the text."""
+"""What a run of generate() was and how long it took, for programs and in words."""
 
 from __future__ import annotations
 
 import statistics
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from gpt2_infer.generation import Generation
-    from gpt2_infer.model import GPT2
+from attention_kernels.contract import dtype_name
+from attention_kernels.ladder import is_prebuilt
+from gpt2_infer.generation import Generation
+from gpt2_infer.model import GPT2
 
 
 def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) -> dict[str, Any]:
     """Return what ran and how long it took, for the model `name`, loaded in load_s seconds."""
-    import torch
-
-    from attention_kernels import ladder
-    from attention_kernels.contract import dtype_name
-
-    if model.device.type == "cuda":
-        device = f"cuda ({torch.cuda.get_device_name(model.device)})"
-        memory = torch.cuda.max_memory_allocated(model.device)
-    else:
-        import resource
-
-        device = f"cpu ({torch.get_num_threads()} threads)"
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
+    on_cuda = model.device.type == "cuda"
+    device = f"cpu ({torch.get_num_threads()} threads)"
+    if on_cuda:
+        device = f"{model.device} ({torch.cuda.get_device_name(model.device)})"
     specs = {result.attention: model.attention, result.decode_attention: model.decode_attention}
     emulated = [n for n, spec in specs.items() if n and model.device.type in spec.emulated_on]
-    on_gpu = {n: spec for n, spec in specs.items() if n and model.device.type == "cuda"}
-    report: dict[str, Any] = {
+    report = {
         "model": name,
         "attention": result.attention,
         "decode_attention": result.decode_attention,
@@ -47,10 +35,11 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
         "new_tokens": [len(row) for row in result.tokens],
         "finish_reasons": result.finish_reasons,
         "load_s": round(load_s, 4),
-        "emulated": bool(emulated),
         "emulated_backends": emulated,
-        "prebuilt_backends": [n for n, spec in on_gpu.items() if ladder.is_prebuilt(spec)],
+        "prebuilt_backends": [n for n, x in specs.items() if n and on_cuda and is_prebuilt(x)],
     }
+    if on_cuda:
+        report["peak_memory_bytes"] = torch.cuda.max_memory_allocated(model.device)
     if not emulated:
         report |= {
             "warm_up_s": round(result.warm_up_s, 4),
@@ -64,9 +53,7 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
             if result.mode == "kv-cache":
                 report["step_bytes"] = model.step_bytes
                 report["weights_gb_s"] = round(model.step_bytes / at[49] / 1e9, 1)
-                if model.device.type == "cuda":
-                    report["read_gb_s"] = _read_gb_s(model.device)
-    return report | {"peak_memory_bytes": memory}
+    return report
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -77,13 +64,8 @@ def format_report(report: dict[str, Any]) -> str:
         return f"{sum(values)}{each}"
 
     def backend(name: str) -> str:
-        if name in report["emulated_backends"]:
-            return f"{name} (emulated on the CPU)"
-        return f"{name} (prebuilt)" if name in report["prebuilt_backends"] else name
+        return f"{name} (emulated on the CPU)" if name in report["emulated_backends"] else name
 
-    mode = f"{report['mode']}, {report['engine']} engine"
-    if report["length_step"] > 1:
-        mode += f", lengths rounded up to multiples of {report['length_step']}"
     ends = ", ".join(dict.fromkeys(report["finish_reasons"]))
     lines = {"model": report["model"], "attention": backend(report["attention"])}
     if report["decode_attention"] is not None:
@@ -91,14 +73,13 @@ def format_report(report: dict[str, Any]) -> str:
     lines |= {
         "device": report["device"],
         "dtype": report["dtype"],
-        "mode": mode,
+        "products": report["products"],
+        "mode": f"{report['mode']}, {report['engine']} engine",
         "prompt tokens": counts(report["prompt_tokens"]),
         "new tokens": f"{counts(report['new_tokens'])}, ended by {ends}",
         "load": f"{report['load_s']:.2f} s",
     }
-    if report["products"] != "ieee-fp32":
-        lines["products"] = report["products"]
-    if report["emulated"]:
+    if report["emulated_backends"]:
         lines["timing"] = "none: the CPU emulator's speed says nothing about the kernel's"
     else:
         lines |= {
@@ -111,30 +92,8 @@ def format_report(report: dict[str, Any]) -> str:
         p50, p99 = (1e3 * report[f"interval_{p}_s"] for p in ("p50", "p99"))
         lines["between tokens"] = f"{p50:.3f} ms (median), {p99:.3f} ms (99th percentile)"
     if "weights_gb_s" in report:
-        lines["weights"] = _weights(report)
-    lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
+        size, speed = report["step_bytes"] / 1e6, report["weights_gb_s"]
+        lines["weights"] = f"{size:.1f} MB per step, read at {speed:.0f} GB/s"
+    if "peak_memory_bytes" in report:
+        lines["peak memory"] = f"{report['peak_memory_bytes'] / 2**20:.0f} MiB"
     return "\n" + "\n".join(f"{label:>16}  {value}" for label, value in lines.items())
-
-
-def _read_gb_s(device: torch.device) -> float | None:
-    """Measure the GPU's read bandwidth; None if there is no memory left for the test buffer."""
-    import torch
-
-    from gpt2_infer.bench.limits import read_bandwidth
-
-    try:
-        return round(read_bandwidth(device), 1)
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _weights(report: dict[str, Any]) -> str:
-    """Say how fast the weights are read and, on a GPU, how fast it could read them."""
-    speed = report["weights_gb_s"]
-    text = f"{report['step_bytes'] / 1e6:.1f} MB per step, read at {speed:.0f} GB/s"
-    if "read_gb_s" not in report:  # a CPU's caches may be faster than its memory
-        return text
-    if report["read_gb_s"] is None:
-        return f"{text}; no memory was left to measure the GPU's bandwidth"
-    most = report["read_gb_s"]
-    return f"{text}, {100 * speed / most:.0f} % of the measured {most:.0f} GB/s"

@@ -1,0 +1,191 @@
+"""The whole verdict on a backend: sanitizers, the judge's suite, nvcc, and the time."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from attention_kernels import ladder, registry
+from attention_kernels.contract import dtype_name
+from attention_kernels.inspection import resources
+from attention_kernels.judge import suite
+from attention_kernels.judge.pattern import pattern
+from attention_kernels.judge.suite import Report
+from attention_kernels.judge.truth import budget_factor
+from attention_kernels.ladder import compilers
+from attention_kernels.ladder.header import VersionHeader
+from gpt2_infer.bench.record import BASELINE, Row
+from gpt2_infer.bench.selection import usual_head_dim
+from gpt2_infer.bench.study import KernelStudy, run
+
+NVCC_ARCH = "90"  # an emulated version is also test-compiled for this
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failed check, and the stage that it belongs to."""
+
+    stage: Literal["sanitizers", "suite", "nvcc", "timing"]
+    what: str
+    """What was checked."""
+    why: str
+
+
+@dataclass
+class Findings:
+    """The judge's report on a backend, and the results of the stages before and after the suite."""
+
+    report: Report
+    sanitized: bool
+    """Whether the sanitizers ran; if they found a fault, the suite did not run."""
+    quick: bool
+    failures: list[Failure]
+    nvcc: str = ""
+    """For a version that passed in the emulator: whether nvcc compiles it."""
+    timing: list[Row] = field(default_factory=list)
+    """For a kernel that passed, unless emulated: its time and NAIVE_PYTORCH's, per dtype."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the suite ran, and no stage found a failure."""
+        return self.report.passed and not self.failures
+
+    @property
+    def emulated(self) -> bool:
+        """Whether it ran in the CPU emulator."""
+        return self.report.device in self.report.spec.emulated_on
+
+    @property
+    def few_shapes(self) -> bool:
+        """Whether it is compiled for each shape, so that only a few were tried."""
+        return self.report.device in self.report.spec.compiles_per_shape_on
+
+    @property
+    def budget_rule(self) -> str:
+        """The rule for error budgets, in words; empty if no case ran."""
+        if self.report.worst is None:
+            return ""
+        spec, dtype = self.report.spec, dtype_name(self.report.worst[0].dtype)
+        return (
+            f"{spec.error_slack * budget_factor(spec.precisions[dtype]):g} times the distance of "
+            "plain PyTorch from float64, or what rounding the scores explains, and a few units in "
+            "the last place"
+        )
+
+    @property
+    def pattern(self) -> str:
+        """What all failed cases have in common and few others do, in words."""
+        return pattern(self.report.tried)
+
+    @property
+    def worst(self) -> dict[str, Any] | None:
+        """The case nearest to its budget, and its errors by each rule that judges it."""
+        if self.report.worst is None:
+            return None
+        case, verdict = self.report.worst
+        rows = []
+        for rule, kind in (("error", ""), ("by row", "row_"), ("by column", "column_")):
+            names = (f"{kind}error", f"{kind}budget", f"naive_{kind}error")
+            error, budget, naive = (getattr(verdict, name) for name in names)
+            if math.isfinite(budget):
+                rows.append({"rule": rule, "error": error, "budget": budget, "naive_error": naive})
+        return {"case": str(case), "status": verdict.status, "errors": rows}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that docs/cli.md lists."""
+        fields = {**vars(self.report), **vars(self)}
+        for name in ("report", "spec", "tried"):
+            del fields[name]
+        for name in ("passed", "emulated", "few_shapes", "budget_rule", "pattern", "worst"):
+            fields[name] = getattr(self, name)
+        spec = self.report.spec
+        return {"name": spec.name, **fields, "error_slack": spec.error_slack}
+
+
+def verify(
+    name: str,
+    device: str = "",
+    *,
+    dtypes: tuple[str, ...] = (),
+    seed: int | None = None,
+    timeout_s: float = 300.0,
+    sanitized: bool = False,
+    quick: bool = False,
+    timed: bool = True,
+    on_check: Callable[[int, int], object] = lambda done, total: None,
+) -> Findings:
+    """Check a backend, and time it if it passes.
+
+    sanitized: run the sanitizers first. timed: time it, unless it is emulated. The other arguments
+    and errors are those of suite.verify().
+    """
+    # Before the kernel's process could write a file in a module's place.
+    importlib.import_module("gpt2_infer.bench.kernels")
+    if sanitized and (faulty := _sanitize(name, device, quick=quick)):
+        return faulty
+    report = suite.verify(
+        name,
+        device,
+        dtypes=dtypes,
+        seed=seed,
+        quick=quick,
+        timeout_s=timeout_s,
+        progress=True,
+        on_check=on_check,
+    )
+    failures = [Failure("suite", failure.what, failure.why) for failure in report.failures]
+    found = Findings(report, sanitized, quick, failures)
+    if found.passed and found.emulated and report.spec.version:
+        _compile(found, report.spec.version)
+    elif found.passed and not found.emulated and timed:
+        _time(found, name, dtypes or report.spec.dtypes)
+    return found
+
+
+def _sanitize(name: str, device: str, *, quick: bool) -> Findings | None:
+    """Return the faults that the sanitizers of the device report; None if there are none."""
+    from attention_kernels.inspection.sanitize import sanitize
+
+    spec = ladder.resolve(name)
+    device = registry.device_for(spec, device)
+    print(f"{spec.name} on {device}: looking for bad accesses and races ...", file=sys.stderr)
+    faults = sanitize([name], device)
+    failures = [Failure("sanitizers", "bad accesses and races", fault) for fault in faults]
+    report = Report(spec, device, has_attention=True)
+    return Findings(report, True, quick, failures) if failures else None
+
+
+def _compile(found: Findings, version: VersionHeader) -> None:
+    """Add whether nvcc compiles an emulated version."""
+    if compilers.find_nvcc() is None:
+        found.nvcc = "nvcc not found: its flags were not tried"
+        return
+    try:
+        summary = resources.compile_summary(version, NVCC_ARCH)
+    except compilers.BuildError as error:
+        what = f"nvcc does not compile it for sm_{NVCC_ARCH}"
+        found.failures.append(Failure("nvcc", what, str(error)))
+    else:
+        found.nvcc = f"nvcc: compiles for sm_{NVCC_ARCH}, {summary}"
+
+
+def _time(found: Findings, name: str, dtypes: Sequence[str]) -> None:
+    """Add the times of a kernel and of plain PyTorch, or why the check before them failed."""
+    report = found.report
+    study = KernelStudy(
+        backends=[name],
+        seqlens=[1024 if report.device == "cuda" else 256],
+        head_dims=[usual_head_dim(report.spec)],
+        dtypes=[*dtypes],
+        decode=not report.has_attention,
+    )
+    study.device = "cuda" if report.device == "cuda" else "cpu"
+    found.timing = run(study).of("time")
+    for row in found.timing:
+        is_other = row.contender == BASELINE != report.spec.name
+        if row.status == "failed" and not is_other:
+            found.failures.append(Failure("timing", str(row.kernel), row.reason))
