@@ -39,12 +39,8 @@ ROOT = Path(__file__).parents[2]
 LADDER, FLASH = "CUSTOM_CUDA_VERSION_15", "PYTORCH_SDPA_FLASH_ATTENTION"
 VOCABULARY, STEPS = 97, 3
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 64, "vocab_size": VOCABULARY}
-TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
-SCALED = {
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-    "scale_attn_by_inverse_layer_idx": True,
-}
+WEIGHTS = {"initializer_range": 0.2, "tie_word_embeddings": False}
+OTHER = {"bos_token_id": 0, "eos_token_id": 0, "scale_attn_by_inverse_layer_idx": True}
 LLAMA = {
     "hidden_size": 128,
     "intermediate_size": 64,
@@ -55,7 +51,7 @@ LLAMA = {
 }
 CONFIGS = {
     # Weights so large that greedy text is not a single repeated token, and a scale for each layer.
-    "gpt2": GPT2Config(**GPT2, **TOKENS, **SCALED),
+    "gpt2": GPT2Config(**GPT2, **WEIGHTS, **OTHER),
     "qwen": Qwen2Config(**LLAMA, num_key_value_heads=1),
     "mistral": MistralConfig(**LLAMA, num_key_value_heads=2, sliding_window=12),
     "bloom": BloomConfig(n_layer=1, n_head=2, hidden_size=64, vocab_size=VOCABULARY),
