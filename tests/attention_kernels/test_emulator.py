@@ -15,9 +15,8 @@ import torch
 
 from attention_kernels import UnavailableBackendError, get_backend, ladder
 from attention_kernels.inspection.sanitize import sanitize
-from attention_kernels.ladder import compilers
 from tests.attention_kernels.backends.common import changed
-from tests.attention_kernels.conftest import probe_line
+from tests.attention_kernels.conftest import needs_compiler, probe_line
 from tests.conftest import version_file
 
 NEGATIVE = Path(__file__).parent / "negative"
@@ -32,9 +31,7 @@ NO_SUCH_BLOCK, NOT_SHARED, A_BLOCK_FAILS, PRINTS, SUBNORMAL, ARRIVES_TWICE, WAIT
 # Of the blocks of a cluster, which run at the same time, either may be the first.
 BLOCK = r"; block \([01], 0, 0\), thread \("
 
-pytestmark = pytest.mark.skipif(
-    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
-)
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")

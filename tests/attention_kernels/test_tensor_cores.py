@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import probe_line
+from tests.attention_kernels.conftest import needs_compiler, probe_line
 
 FILE = Path(__file__).parent / "probe" / "v01_tensor_cores.cu"
 HALF, BFLOAT16, TF32, LOAD, LOAD_TRANSPOSED = range(5)
@@ -18,25 +18,13 @@ PRODUCTS = 2000
 SHAPES = [(16, 16, 16), (32, 8, 16), (8, 32, 16)]
 ARCHS = ["75", "90"]
 
-pytestmark = pytest.mark.skipif(
-    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
-)
-
-
-class ProbeParams(ctypes.Structure):
-    _fields_ = (
-        ("a", ctypes.c_void_p),
-        ("b", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("products", ctypes.c_int),
-        ("kind", ctypes.c_int),
-    )
+pytestmark = needs_compiler
 
 
 def run(kind, a, b, sums, device):
     """Return the results of a warp's instruction for each product's fragments."""
     a, b, out = a.to(device), b.to(device), sums.to(device, copy=True)
-    params = ProbeParams(a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
+    params = struct.pack("3P2i", a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
     op = load_op(header.parse_header(FILE, "probe_"), device, "the probe")
     op(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
     return out.cpu()
