@@ -36,14 +36,14 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from attention_kernels import BackendSpec
-from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
+from attention_kernels.contract import dtype_name
 from attention_kernels.judge.calls import Request as Call
 from attention_kernels.judge.truth import Verdict, error_budget, naive_attention, truth
 from attention_kernels.judge.worker import Runner, open_runner
@@ -51,8 +51,9 @@ from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.engines import make_engine
 from gpt2_infer.engines.base import CPU_LENGTH_STEP, padded_length
 from gpt2_infer.errors import RequestError
+from gpt2_infer.generation import Generation
 from gpt2_infer.linear import without_autocast
-from gpt2_infer.model import GPT2, check_backend
+from gpt2_infer.model import GPT2, AttentionChoice, check_backend
 from gpt2_infer.request import EngineName, Mode, Request
 from gpt2_infer.sampling import Sampling
 
@@ -71,12 +72,8 @@ class Place(Verdict):
     """The query's position in the padded sequence."""
 
     def __str__(self) -> str:
-        return f"{self.position}: {super().__str__()}"
-
-    @property
-    def position(self) -> str:
-        """The place in words."""
-        return f"layer {self.layer}, head {self.head}, row {self.row}"
+        place = f"layer {self.layer}, head {self.head}, row {self.row}"
+        return f"{place}: {super().__str__()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,38 +105,38 @@ class Side:
         """The differences from the reference, in the logits and in the layer."""
         reference = "float64 attention" if self.place else "the float64 model"
         budget = f", budget {self.logits_budget:.2e}" if self.logits_budget else ""
-        found = [
+        findings = [
             f"logits differ from {reference}'s by up to {self.logits_error:.2e}{budget}",
             f"with {reference} the token's logit is {self.shortfall:.2e} below the largest; "
             f"rounding explains up to {self.allowed:.2e}",
         ]
         if self.place:
             place = "is closest to its budget" if self.place.passed else "first exceeds its budget"
-            found.append(f"attention {place} in {self.place}")
-        return found
+            findings.append(f"attention {place} in {self.place}")
+        return findings
 
     @property
     def faults(self) -> list[str]:
         """One sentence per fault; empty if rounding explains everything."""
-        found = []
+        faults = []
         if self.place and self.place.fault:
-            found.append(f"in layer {self.place.layer} {self.place.fault}")
+            faults.append(f"in layer {self.place.layer} {self.place.fault}")
         elif self.place and not self.place.passed:
-            found.append(f"the first layer over its budget: {self.place}")
+            faults.append(f"the first layer over its budget: {self.place}")
         if not math.isfinite(self.logits_error):
-            found.append("its logits are not finite")
+            faults.append("its logits are not finite")
         elif self.logits_budget is not None and self.logits_error > self.logits_budget:
-            found.append("its logits exceed their budget")
+            faults.append("its logits exceed their budget")
         if not self.shortfall <= self.allowed:
-            found.append(
+            faults.append(
                 f"rounding does not explain its token, {self.shortfall:.2e} below the most likely"
             )
-        if found and self.place and self.place.passed:
-            found.append(
+        if faults and self.place and self.place.passed:
+            faults.append(
                 "each layer is right when rerun: look for state between calls, a race, or an "
                 "effect of graph capture"
             )
-        return found
+        return faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +158,6 @@ class Divergence:
     """max|A - B|, infinite for a NaN."""
     seqlen: int | None = None
     """The length of the examined step, padding included; None for engines."""
-    apart: Place | None = None
-    """Where a layer's outputs differ most, relative to the sum of both budgets."""
 
     @property
     def verdict(self) -> Literal["equal", "tie", "bug in A", "bug in B", "bug in both"]:
@@ -181,7 +176,7 @@ class Divergence:
     @property
     def untried(self) -> str:
         """What the texts did not exercise; a kernel may go wrong only in its second tile."""
-        tried = self.position if self.apart else self.prompt_tokens + self.new_tokens - 1
+        tried = self.position if self.seqlen else self.prompt_tokens + self.new_tokens - 1
         tiles = dict.fromkeys(
             f"the first tile of {side.key_tile} keys of {side.name}"
             for side in (self.a, self.b)
@@ -215,11 +210,6 @@ class Divergence:
             lines += ["", f"{letter}  {side.name}{emulated}"]
             lines += [f"   {line}" for line in (chosen, *side.findings)]
         lines += [f"\nA and B  logits differ by up to {self.logits_difference:.2e}"]
-        if self.apart:
-            lines += [
-                f"   attention at seqlen {self.seqlen} differs most in {self.apart.position}: "
-                f"{self.apart.error:.2e}, both budgets {self.apart.budget:.2e}"
-            ]
         lines += [""]
         lines += [f"{letter}: {fault}" for letter, side in sides.items() for fault in side.faults]
         lines += [self.untried] if self.passed else []
@@ -276,15 +266,6 @@ def diverge(
     return examine(model, specs, runs) if specs else _examine_engines(model, runs)
 
 
-class _Text(Protocol):
-    """A complete text; a Generation is one."""
-
-    prompts: list[list[int]]
-    tokens: list[list[int]]
-    mode: Mode
-    length_step: int
-
-
 @dataclass
 class _Written:
     """A text, and the logits of each of its steps, (steps, vocab_size)."""
@@ -322,18 +303,20 @@ def _write(
         engine.sampling = recorder
         engine.warm_up()
         logits = recorder.logits.new_empty(steps, model.config.vocab_size)
-        found = _Written(request.rows, request.mode, engine.name, engine.length_step, logits)
+        written = _Written(request.rows, request.mode, engine.name, engine.length_step, logits)
         for step in tqdm(range(steps), unit="tok", disable=None if progress else True):
             engine.step(step)
             own = engine.own_logits(step)
             logits[step] = (recorder.logits if own is None else own)[0]
-            found.tokens[0].append(max(0, int(engine.newest[0])))  # -1 is read as 0
+            written.tokens[0].append(max(0, int(engine.newest[0])))  # -1 is read as 0
             if fed:
                 engine.newest[0] = engine.tokens[0, len(prompt) + step] = fed[step]
-    return found
+    return written
 
 
-def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[_Text]) -> Divergence:
+def examine(
+    model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation | _Written]
+) -> Divergence:
     """Compare two backends' finished texts as diverge() does.
 
     runs: one complete run per backend, with the same prompts and mode. Of a batch, the row whose
@@ -355,10 +338,13 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[_Text]) ->
     padded = torch.tensor([prefix + padding for prefix in prefixes], device=model.device)
     seqlens = torch.tensor([length] * len(prefixes), device=model.device)
 
-    def logits(spec: BackendSpec) -> Tensor:
-        found: Tensor = model.with_attention(spec)(padded, seqlens=seqlens)[row, 0]
-        return found.double()
+    def logits(spec: AttentionChoice) -> Tensor:
+        last: Tensor = model.with_attention(spec)(padded, seqlens=seqlens)[row, 0]
+        return last.double()
 
+    naive = logits(naive_attention)
+    if not naive.isfinite().all():
+        raise RequestError(_no_budget("the logits", model.dtype))
     with contextlib.ExitStack() as runners:
         runners.enter_context(model.on_device())  # workers use the current device
         layers = _Layers(
@@ -367,10 +353,8 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[_Text]) ->
                 for spec in specs
             ]
         )
-        reference = logits(unregistered(layers.attention))
-    naive_error = _distance(logits(unregistered(naive_attention)), reference)
-    if not math.isfinite(naive_error):
-        raise RequestError(_no_budget("the logits", model.dtype))
+        reference = logits(layers.attention)
+    naive_error = _distance(naive, reference)
     largest = reference.abs().max().item()
     owns = [logits(spec) for spec in specs]
     sides = []
@@ -400,7 +384,6 @@ def examine(model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[_Text]) ->
         a=sides[0],
         b=sides[1],
         logits_difference=_distance(*owns),
-        apart=max(layers.apart, key=lambda place: place.nearness),
     )
 
 
@@ -412,7 +395,7 @@ def _examine_engines(model: GPT2, runs: Sequence[_Written]) -> Divergence:
     for block in finer.blocks():
         block.attn.upcast = False  # no upcast to float32
     reference, naive = (
-        each.with_attention(unregistered(naive_attention))(ids, logits_to_keep=len(fed))[0]
+        each.with_attention(naive_attention)(ids, logits_to_keep=len(fed))[0]
         for each in (finer, model)
     )
     naive_error, largest = _distance(naive, reference), reference.abs().max().item()
@@ -422,8 +405,8 @@ def _examine_engines(model: GPT2, runs: Sequence[_Written]) -> Divergence:
     budget = error_budget(precision, model.dtype, LUCK * naive_error, largest)
 
     def side(run: _Written, step: int) -> Side:
-        found = _choice(model, run.tokens[0][step], run.logits[step], reference[step])
-        return Side(name=run.engine, logits_budget=budget, allowed=2 * budget, **found)
+        choice = _choice(model, run.tokens[0][step], run.logits[step], reference[step])
+        return Side(name=run.engine, logits_budget=budget, allowed=2 * budget, **choice)
 
     sides = [[side(run, i) for i in range(len(fed))] for run in runs]
     faulty = [i for i, pair in enumerate(zip(*sides, strict=True)) if any(x.faults for x in pair)]
@@ -465,58 +448,38 @@ def _no_budget(where: str, dtype: torch.dtype) -> str:
     )
 
 
-def unregistered(kernel: AttentionFunction) -> BackendSpec:
-    """Return a backend for an unregistered kernel."""
-    return BackendSpec(
-        name="UNREGISTERED",
-        family="none",
-        summary="A kernel that only diverge runs.",
-        loader=lambda: Kernels(kernel),
-        precisions=PLAIN_PRECISIONS,
-    )
-
-
 def _key_tile(spec: BackendSpec) -> int | None:
     tile = spec.version.tile if spec.version else ""
-    found = re.search(r"kBlockM x kBlockN = \d+ x (\d+)|kBlockN = (\d+) keys", tile)
-    return int(found[1] or found[2]) if found else None
+    match = re.search(r"kBlockM x kBlockN = \d+ x (\d+)|kBlockN = (\d+) keys", tile)
+    return int(match[1] or match[2]) if match else None
 
 
 class _Layers:
     """An attention kernel that computes in float64 and judges the backends on every call.
 
-    places: per backend, each layer's largest error. apart: each layer's largest difference between
-    the two backends.
+    places: per backend, each layer's largest error.
     """
 
     def __init__(self, runners: Sequence[Runner]) -> None:
         self.runners = runners
         self.dtype = ""
         self.places: list[list[Place]] = [[] for _ in runners]
-        self.apart: list[Place] = []
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool
     ) -> Tensor:
         self.dtype = dtype_name(q.dtype)
-        layer = len(self.apart)
         right = truth(q, k, v, softmax_scale, is_causal)
         options = {"softmax_scale": softmax_scale, "is_causal": is_causal}
         request = Call("attention", [(q, k, v)], **options)
-        outputs, budget = [], 0.0
         for runner, places in zip(self.runners, self.places, strict=True):
-            found, spec = runner.call(request), runner.spec
-            o = found.o[0].to(q.device)
+            called, spec, layer = runner.call(request), runner.spec, len(places)
+            o = called.o[0].to(q.device)
             verdict = right.judge(o, spec.precisions[self.dtype], spec.error_slack)
             if not 0 < verdict.budget < math.inf:
                 raise RequestError(_no_budget(f"the attention of layer {layer}", q.dtype))
-            verdict = dataclasses.replace(verdict, fault=verdict.fault or found.fault)
+            verdict = dataclasses.replace(verdict, fault=verdict.fault or called.fault)
             places.append(_place(layer, o, right.reference, verdict))
-            outputs.append(o)
-            budget += verdict.budget
-        a, b = outputs
-        apart = Verdict(_distance(a, b), budget, naive_error=0.0)
-        self.apart.append(_place(layer, a, b, apart))
         return right.reference.to(q.dtype)
 
 

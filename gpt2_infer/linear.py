@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,9 @@ class Linear(nn.Module):
         weight, bias = weight_and_bias(self)
         if _takes_onednn(x, min_rows=2):
             kind, form = ("gelu", "tanh") if gelu else ("none", "")
-            return cast("Tensor", _linear_onednn()(x, weight.t(), bias, kind, [], form))
+            return cast(
+                "Tensor", torch.ops.mkldnn._linear_pointwise(x, weight.t(), bias, kind, [], form)
+            )
         if x.is_cuda and (_has_16_bits(x) or x.shape[0] == 1):
             y = torch.addmm(bias, x, weight)
         else:
@@ -85,7 +87,10 @@ class Linear(nn.Module):
             return self.product().add_to(residual.contiguous(), x.contiguous())
         weight, bias = weight_and_bias(self)
         if _takes_onednn(x, min_rows=2):
-            return cast("Tensor", _linear_onednn().binary(x, residual, weight.t(), bias, "add"))
+            return cast(
+                "Tensor",
+                torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight.t(), bias, "add"),
+            )
         if x.is_cuda and _has_16_bits(x):
             return residual.add_(torch.addmm(bias, x, weight))
         if x.is_cpu and weight.numel() >= MIN_SPLIT_NUMEL:
@@ -100,7 +105,7 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     """
     is_laid_out = weight.stride(0) == 1
     if _takes_onednn(x, min_rows=2 if is_laid_out else 1):
-        return cast("Tensor", _linear_onednn()(x, weight, None, "none", [], ""))
+        return cast("Tensor", torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
     if x.is_cuda and _has_16_bits(x):
         outs, ins = weight.shape
         padded = _multiple_of_8(outs)
@@ -170,11 +175,3 @@ def _takes_onednn(rows: Tensor, *, min_rows: int) -> bool:
         and rows.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )
-
-
-def _linear_onednn() -> Any:
-    """Return torch.compile's oneDNN op: a dense weight, transposed or not, with an epilogue.
-
-    It is looked up when needed, because a torch without oneDNN lacks it.
-    """
-    return torch.ops.mkldnn._linear_pointwise

@@ -35,7 +35,7 @@ from gpt2_infer.checkpoint import (
     resolve_dtype,
 )
 from gpt2_infer.config import GPT2Config, ProductsName
-from gpt2_infer.errors import ConfigError, RequestError, check_integer, check_type
+from gpt2_infer.errors import ConfigError, RequestError, check_integer
 from gpt2_infer.linear import (
     Linear,
     project,
@@ -225,7 +225,7 @@ class GPT2(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path = DEFAULT_MODEL,
+        model: str | Path | Checkpoint = DEFAULT_MODEL,
         *,
         revision: str | None = None,
         device: str | torch.device | None = None,
@@ -237,9 +237,10 @@ class GPT2(nn.Module):
         seed: int = 0,
         tokenizer: Tokenizer | None = None,
     ) -> GPT2:
-        """Load weights and tokenizer.
+        """Load weights and tokenizer, after checking that backends and products can serve them.
 
-        model: "demo", a local folder, or a hub id (revision: its branch, tag or commit).
+        model: "demo", a local folder, a hub id (revision: its branch, tag or commit), or the result
+        of open_checkpoint(), which has taken revision, random_weights and tokenizer.
         device: None selects cuda if available, else cpu. dtype: a torch dtype or its name.
         attention, decode_attention: see GPT2. products: see with_products(). random_weights: build
         the size that `model` names from `seed`, for timing. tokenizer: replaces the checkpoint's
@@ -247,50 +248,25 @@ class GPT2(nn.Module):
         Raises RequestError, WeightsError, ConfigError, UnavailableDeviceError or an AttentionError,
         before reading any weight where possible.
         """
-        target, dtype = resolve_device(device), resolve_dtype(dtype)
+        device, dtype = resolve_device(device), resolve_dtype(dtype)
         check_integer("the seed", seed, 0, 2**63 - 1)
-        attention, decode_attention = _specs(attention, decode_attention)
-        checkpoint = open_checkpoint(
-            model, revision=revision, random_weights=random_weights, tokenizer=tokenizer
-        )
-        return cls.from_checkpoint(
-            checkpoint,
-            device=target,
-            dtype=dtype,
-            attention=attention,
-            decode_attention=decode_attention,
-            products=products,
-            seed=seed,
-        )
-
-    @classmethod
-    def from_checkpoint(
-        cls,
-        checkpoint: Checkpoint,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        attention: BackendSpec | None = None,
-        decode_attention: BackendSpec | None = None,
-        products: ProductsName = "ieee-fp32",
-        seed: int = 0,
-    ) -> GPT2:
-        """Check that backends and products can serve the configuration, then read the weights.
-
-        Raises WeightsError, RequestError, UnavailableBackendError or UnsupportedError.
-        """
-        config = checkpoint.config
+        prompts, decoder = _specs(attention, decode_attention)
+        if not isinstance(model, Checkpoint):
+            model = open_checkpoint(
+                model, revision=revision, random_weights=random_weights, tokenizer=tokenizer
+            )
+        config = model.config
         check_products(products, device, dtype, (config.n_embd, config.inner_dim))
         kind = _attention_dtype(config, dtype), config.head_dim
-        check_backend(attention or default_backend(device, *kind), config, dtype, device)
-        if decode_attention is not None:
-            check_backend(decode_attention, config, dtype, device, decode=True)
+        check_backend(prompts or default_backend(device, *kind), config, dtype, device)
+        if decoder is not None:
+            check_backend(decoder, config, dtype, device, decode=True)
         with torch.device("meta"):
-            model = cls(config, attention=attention, decode_attention=decode_attention)
-        checkpoint.load_into(model, device, dtype, seed)
-        model.tokenizer = checkpoint.tokenizer
-        model.head_weight.data = with_room(model.head_weight.data)
-        return model.requires_grad_(False).eval().with_products(products)
+            loaded = cls(config, attention=prompts, decode_attention=decoder)
+        model.load_into(loaded, device, dtype, seed)
+        loaded.tokenizer = model.tokenizer
+        loaded.head_weight.data = with_room(loaded.head_weight.data)
+        return loaded.requires_grad_(False).eval().with_products(products)
 
     @property
     def device(self) -> torch.device:
@@ -396,7 +372,7 @@ class GPT2(nn.Module):
         if products == self.products:
             return self
         model = copy.copy(self)
-        shared = {id(weight): weight for weight in _parameters(self)}
+        shared = {id(weight): weight for weight in self.parameters()}
         model._modules = self._modules | {"h": copy.deepcopy(self.h, shared)}
         for module in model.h.modules():
             if isinstance(module, Linear):
@@ -427,12 +403,7 @@ class GPT2(nn.Module):
         """Raise UnavailableBackendError or UnsupportedError now, not halfway through the work."""
         check_backend(self.attention, self.config, self.dtype, self.device)
         if decode:
-            self.check_decode()
-
-    def check_decode(self) -> None:
-        """Raise UnavailableBackendError or UnsupportedError if the model cannot decode."""
-        spec = self.decode_attention
-        check_backend(spec, self.config, self.dtype, self.device, decode=True)
+            check_backend(self.decode_attention, self.config, self.dtype, self.device, decode=True)
 
     @without_autocast
     @torch.inference_mode()
@@ -453,7 +424,6 @@ class GPT2(nn.Module):
         cache: a KVCache to fill, whose rows (or slots) are free. Returns (batch, kept, vocab_size).
         Raises RequestError; but on CUDA, ids outside the vocabulary fail an assertion of torch's.
         """
-        check_type("tokens", tokens, Tensor)
         if tokens.dim() != 2 or tokens.dtype != torch.long or not len(tokens):
             raise RequestError(
                 "tokens must be int64 (batch, seqlen) with one row or more, not "
@@ -529,17 +499,6 @@ def _look_up(weight: Tensor, tokens: Tensor) -> Tensor:
 def _cache_submodules(module: nn.Module) -> None:
     """Also store the submodules as plain attributes: nn.Module's own lookup is slow."""
     module.__dict__.update(module._modules)
-
-
-def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return all parameters; for gpt2-xl, nn.Module's own search takes a millisecond."""
-    found: list[nn.Parameter | None] = []
-    modules: list[nn.Module | None] = [module]
-    while modules:
-        if (one := modules.pop()) is not None:
-            found += one._parameters.values()
-            modules += one._modules.values()
-    return [parameter for parameter in found if parameter is not None]
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:

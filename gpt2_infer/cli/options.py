@@ -111,7 +111,7 @@ class Model:
         seed: int = 0,
     ) -> tuple[GPT2, Request]:
         """Return the model and the request; the request is checked before any weight is read."""
-        from gpt2_infer.checkpoint import open_checkpoint, resolve_device, resolve_dtype
+        from gpt2_infer.checkpoint import open_checkpoint, resolve_device
         from gpt2_infer.model import GPT2
         from gpt2_infer.request import Request
 
@@ -120,10 +120,10 @@ class Model:
             self.model, revision=self.revision, random_weights=self.random_weights
         )
         checked = Request(config=checkpoint.config, tokenizer=checkpoint.tokenizer, **request)
-        model = GPT2.from_checkpoint(
+        model = GPT2.from_pretrained(
             checkpoint,
             device=device,
-            dtype=resolve_dtype(self.dtype),
+            dtype=self.dtype,
             attention=attention,
             decode_attention=decode_attention,
             products=self.products,

@@ -55,7 +55,7 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
 
 def _make(model: GPT2, request: Request, kind: type[Engine], name: EngineName) -> Engine:
     if kind is Cached:
-        model.check_decode()  # fail now, not after a long prefill
+        model.check_backends(decode=True)  # fail now, not after a long prefill
     return kind(model, request, name)
 
 

@@ -57,6 +57,16 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def request_refusals(model: GPT2, request: Request) -> list[str]:
+    """Return the reasons why no fused engine of any device can decode a request."""
+    reasons = []
+    if len(request.rows) > MAX_BATCH:
+        reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
+    if model.decodes_with_named_backend:
+        reasons.append(f"decoding with the named backend {model.decode_attention.name}")
+    return reasons
+
+
 class FusedStep(Protocol):
     """A decode step: calling it enqueues it."""
 
@@ -71,21 +81,16 @@ class Fused(Cached):
 
     fused_step: FusedStep | None = None
     forward: Forward | None = None
-    arch: str | None = None
-    """For tests and studies: the architecture to build the portable step for, "compute_80"."""
 
     @classmethod
     def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
         """Return all reasons why the engine cannot run a request."""
         reasons = kernel_refusals(model, DTYPES)
-        if len(request.rows) > MAX_BATCH:
-            reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
+        reasons += request_refusals(model, request)
         if (head_dim := model.config.head_dim) not in (32, 64, 128):
             reasons.append(f"head_dim {head_dim} (it takes 32, 64, 128)")
         if not request.check_finite:
             reasons.append("logits that are not checked for NaN and infinity")
-        if model.decodes_with_named_backend:
-            reasons.append(f"decoding with the named backend {model.decode_attention.name}")
         return reasons or shape_on(model, power_of_two(len(request.rows))).refusals
 
     @property
@@ -111,13 +116,8 @@ class Fused(Cached):
 
     def prepare_decode(self) -> None:
         """Build the kernels and pack the weights."""
-        shape = None
-        if self.arch:
-            shape = replace(shape_on(self.model, len(self.newest)), is_portable=True)
         state = (self.cache, self.newest, self.tokens, self.lengths)
-        self.fused_step = Step(
-            self.model, *state, self.sampling.is_greedy, shape=shape, arch=self.arch
-        )
+        self.fused_step = Step(self.model, *state, self.sampling.is_greedy)
 
     def own_logits(self, step: int) -> Tensor | None:
         """Return the logits of a step after the prompt."""
@@ -214,10 +214,10 @@ class StepShape:
 
     @property
     def _parts(self) -> int:
-        """The parts of a sum over heads or hidden units, which are added in order; 0 if none.
+        """The number of parts of a sum over heads or hidden units; 0 if it has no parts.
 
-        If one kernel runs all layers, each head's cluster computes one. Batches and the portable
-        step have them, too, because they give the same bits.
+        If one kernel runs all layers, each head's cluster computes a part. Batches and the portable
+        step divide sums in the same way, so that all give the same bits.
         """
         config = self.config
         divides = config.n_embd % (8 * RANKS) == 0 and config.inner_dim % (64 * config.n_head) == 0
@@ -254,12 +254,12 @@ class StepShape:
         """
         products = [BlockedMatrix(rows, columns, each, warps) for each in (32, 16, 8)]
         fitting = [
-            one
-            for one in products
-            if one.block_bytes(self.dtype) <= most_bytes
-            and one.shared_bytes(self.dtype, MAX_BATCH, has_x=True) <= self.shared_bytes
+            product
+            for product in products
+            if product.block_bytes(self.dtype) <= most_bytes
+            and product.shared_bytes(self.dtype, MAX_BATCH, has_x=True) <= self.shared_bytes
         ]
-        at_once = [one for one in fitting if self._runs_at_once(one)]
+        at_once = [product for product in fitting if self._runs_at_once(product)]
         if self.shared_bytes >= MUCH_BYTES:
             at_once = []
         return [*at_once, *fitting, products[-1]][0]
@@ -297,7 +297,7 @@ class StepShape:
     @property
     def refusals(self) -> list[str]:
         """The reasons why a block does not fit in its shared memory."""
-        name, most = max(self.needed.items(), key=lambda one: one[1])
+        name, most = max(self.needed.items(), key=lambda item: item[1])
         reasons = []
         if most > self.shared_bytes:
             reasons.append(
@@ -308,11 +308,6 @@ class StepShape:
         if 4 * (self.config.head_dim + 2) * partials > MAX_STATIC_BYTES:
             reasons.append(f"a context of {self.config.n_positions} tokens")
         return reasons
-
-    @property
-    def fits(self) -> bool:
-        """Whether every block fits in its shared memory."""
-        return not self.refusals
 
     @property
     def max_splits(self) -> int:
@@ -343,8 +338,8 @@ class StepShape:
             "PORTABLE": int(self.is_portable),
             "ONE_KERNEL": int(self.is_one_kernel),
         }
-        for name, one in self.products.items():
-            macros |= {f"{name}_COLUMNS": one.block_columns, f"{name}_WARPS": one.warps}
+        for name, product in self.products.items():
+            macros |= {f"{name}_COLUMNS": product.block_columns, f"{name}_WARPS": product.warps}
         parsed = header.parse_header(SOURCE, "fused_step_")
         flags = (*parsed.flags, *(f"-DSTEP_{name}={value}" for name, value in macros.items()))
         dtypes = (dtype_name(self.dtype),)
@@ -371,26 +366,14 @@ class StepParams(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A model's weights in the kernels' layout."""
+def _pack(model: GPT2, shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the packed products, (layers, weights of a layer), and float32 vectors.
 
-    weights: Tensor
-    """The packed products, (layers, weights of a layer)."""
-    vectors: Tensor
-    """float32: LayerNorms and biases of each layer, in the order of the kernels' LayerVectors."""
-    ln_f: Tensor
-    """float32: the last LayerNorm's weight and bias."""
-
-
-def pack(model: GPT2, shape: StepShape) -> Packed:
-    """Return the packed weights, which all of a model's engines share."""
-    return model.prepared.share(tuple(shape.products.values()), lambda: _pack(model, shape))
-
-
-def _pack(model: GPT2, shape: StepShape) -> Packed:
+    Vectors: the LayerNorms and biases of each layer, in the order of the kernels' LayerVectors, and
+    the last LayerNorm's weight and bias.
+    """
     products = shape.products.values()
-    sizes = [one.rows * one.columns for one in products]
+    sizes = [product.rows * product.columns for product in products]
     weights = model.wte.weight.new_empty(model.config.n_layer, sum(sizes))
     vectors: list[Tensor] = []
     for layer, block in zip(weights, model.blocks(), strict=True):
@@ -401,13 +384,13 @@ def _pack(model: GPT2, shape: StepShape) -> Packed:
         vectors += [block.ln_1.weight, block.ln_1.bias, attn.c_attn.bias, attn.c_proj.bias]
         vectors += [block.ln_2.weight, block.ln_2.bias, mlp.c_fc.bias, mlp.c_proj.bias]
     ln_f = torch.cat([model.ln_f.weight, model.ln_f.bias])
-    return Packed(weights, torch.cat(vectors).float(), ln_f.float())
+    return weights, torch.cat(vectors).float(), ln_f.float()
 
 
 def shape_on(model: GPT2, batch: int) -> StepShape:
     """Return the shape that the kernels are compiled for on a model's GPU.
 
-    It is the portable one where the other does not run, or does not fit.
+    It is the portable shape where the other does not run or does not fit.
     """
     properties = torch.cuda.get_device_properties(model.device)
     # torch's stubs lack this field.
@@ -416,7 +399,7 @@ def shape_on(model: GPT2, batch: int) -> StepShape:
     clusters = blocks // RANKS
     shape = StepShape(model.config, model.dtype, batch, blocks, shared, clusters=clusters)
     is_early = torch.cuda.get_device_capability(model.device) >= EARLY
-    return shape if is_early and shape.fits else replace(shape, is_portable=True)
+    return shape if is_early and not shape.refusals else replace(shape, is_portable=True)
 
 
 class Step:
@@ -442,11 +425,13 @@ class Step:
     ) -> None:
         config, device, batch = model.config, model.device, len(newest)
         shape = shape or shape_on(model, batch)
-        packed = pack(model, shape)
+        # All of a model's engines share the packed weights.
+        key = tuple(shape.products.values())
+        packed = model.prepared.share(key, lambda: _pack(model, shape))
         self.logits = torch.zeros(batch, config.vocab_size, dtype=torch.float32, device=device)
         scratch = torch.zeros(shape.scratch_floats, dtype=torch.float32, device=device)
         (wte, head), wpe = weights_by_rows(model), model.wpe.weight.contiguous()
-        weights = (packed.weights, packed.vectors, packed.ln_f, wte, wpe, head)
+        weights = (*packed, wte, wpe, head)
         state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, scratch)
         self._kept = (*weights, *state)  # kept alive: the kernels hold these pointers
         self._params = StepParams(

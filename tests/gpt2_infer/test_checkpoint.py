@@ -150,18 +150,6 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(save_checkpoint):
         load(folder)
 
 
-@pytest.mark.parametrize(
-    ("stored", "dtype"), [("float16", "float32"), ("float64", "bfloat16"), ("bfloat16", "float16")]
-)
-def test_any_stored_dtype_becomes_the_dtype_asked_for(stored, dtype, save_checkpoint):
-    folder, _ = save_checkpoint(vocab_size=50)
-    rewrite(folder, lambda tensors: {k: v.to(getattr(torch, stored)) for k, v in tensors.items()})
-    model, tensors = load(folder, dtype=dtype), load_file(folder / WHOLE)
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == getattr(torch, dtype)
-        assert torch.equal(parameter, tensors[f"transformer.{name}"].to(parameter.dtype))
-
-
 def test_generation_config_decides_as_in_transformers(save_checkpoint):
     from transformers import AutoModelForCausalLM
 
@@ -212,11 +200,7 @@ def test_hub_ids_resolve_through_the_hubs_own_cache(save_checkpoint, tmp_path, m
     expected = logits(load(folder))
     assert torch.equal(logits(load("someone/tiny")), expected)
     assert torch.equal(logits(load("someone/tiny", revision="v2")), expected)
-    (snapshot / "model.safetensors").rename(snapshot / "a.safetensors")
-    weight_map = dict.fromkeys(load_file(snapshot / "a.safetensors"), "a.safetensors")
-    (snapshot / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    assert torch.equal(logits(load("someone/tiny")), expected)
-    (snapshot / "a.safetensors").unlink()
+    (snapshot / WHOLE).unlink()
     with pytest.raises(WeightsError, match=r"could not be fetched.*--model demo"):
         load("someone/tiny")
 
@@ -229,10 +213,7 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name, tmp_path):
         load(tmp_path, revision="main")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"model": None}, {"device": "gpu"}, {"dtype": "fp16"}, {"tokenizer": 3}, {"seed": "x"}],
-)
+@pytest.mark.parametrize("wrong", [{"device": "gpu"}, {"dtype": "fp16"}, {"seed": "x"}])
 def test_invalid_arguments_are_refused_by_name(wrong):
     (name,) = wrong
     with pytest.raises(RequestError, match=f"^(the )?{name} must be "):
@@ -244,9 +225,6 @@ def test_random_weights_are_those_of_the_seed():
     assert torch.equal(first.wte.weight, again.wte.weight)
     assert not torch.equal(first.wte.weight, other.wte.weight)
     assert 0.019 < first.wte.weight.std() < 0.021
-    for name, parameter in first.named_parameters():
-        if parameter.dim() == 1:
-            assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
 
 
 def test_named_sizes_are_the_published_ones():

@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import KernelError, get_backend, ladder
-from attention_kernels.judge.truth import naive_attention, reference_attention
+from attention_kernels import get_backend, ladder, list_backends
+from attention_kernels.judge.truth import naive_attention, truth
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.cli import DEFAULT_PROMPT
 from gpt2_infer.diverge import diverge, examine
-from tests.conftest import DEVICES, rewrite
+from tests.conftest import DEVICES, rewrite, usable
 from tests.gpt2_infer.bench import common
 from tests.gpt2_infer.cli.program import run
 
 PROMPT = "Once upon a time there was a"  # 7 tokens: the first steps run at seqlen 16
 PLAIN = "NAIVE_PYTORCH"
+DTYPES = {"float32", "float16", "bfloat16"}
 LAYERS, TOKENS = 6, 16  # layers of the demo model; enough new tokens for seqlen 32
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", str(TOKENS), "--prompt", PROMPT]
 
@@ -59,7 +60,6 @@ def test_equal_texts_are_examined_too(device):
     assert (result.verdict, result.passed, result.step) == ("equal", True, None)
     assert (result.position, result.seqlen) == (7 + TOKENS - 1, 32)
     assert 0 < result.logits_difference < result.a.allowed
-    assert 0 < result.apart.error < result.apart.budget
     for side in (result.a, result.b):
         assert not side.faults
         assert side.shortfall == 0
@@ -84,10 +84,9 @@ def test_step_layer_head_and_row_of_a_wrong_kernel_are_named(device, add):
     assert (result.verdict, result.passed, result.step) == ("bug in A", False, step)
     assert (result.position, result.seqlen) == (7 + step, 32)
     assert [result.a.token, result.b.token] == [text[step] for text in texts]
-    assert (result.a.place.layer, result.a.place.head, result.apart.head) == (0, 1, 1)
+    assert (result.a.place.layer, result.a.place.head) == (0, 1)
     assert result.a.place.row >= 18
     assert result.a.place.error == pytest.approx(3, rel=1e-4)
-    assert result.apart.error == pytest.approx(3, rel=1e-4)
     assert not result.b.faults
     assert compare(model, PLAIN, wrong).verdict == "bug in B"
 
@@ -162,7 +161,7 @@ def test_a_wrong_token_is_a_bug_even_where_each_layer_is_right_when_run_again(de
 @pytest.mark.parametrize(("precision", "verdict"), [("3xtf32", "equal"), ("ieee-fp32", "bug in A")])
 def test_the_budget_is_the_precision_classs(demo, add, precision, verdict):
     def four_times_as_far_off(q, k, v, softmax_scale, is_causal):
-        reference = reference_attention(q, k, v, softmax_scale, is_causal)
+        reference = truth(q, k, v, softmax_scale, is_causal).reference
         naive = naive_attention(q, k, v, softmax_scale, is_causal).double()
         return (reference + 4 * (naive - reference)).float()
 
@@ -210,16 +209,12 @@ def test_half_precision_texts_diverge_by_rounding_alone(upcast, save_checkpoint)
     assert (result.a.place.budget < 1e-4) == upcast  # attention is judged in float32
 
 
-@pytest.mark.parametrize(
-    ("pair", "where"), [(PLAIN, "the attention of layer 0"), ("eager", "the logits")]
-)
-def test_a_model_without_finite_numbers_gives_no_verdict(pair, where, save_checkpoint):
+@pytest.mark.parametrize("name", [PLAIN, "eager"])
+def test_a_model_without_finite_numbers_gives_no_verdict(name, save_checkpoint):
     folder, _ = save_checkpoint()
     rewrite(folder, lambda tensors: {name: x * math.nan for name, x in tensors.items()})
-    with pytest.raises(
-        (RequestError, KernelError), match=f"NaN, infinity or only zeros in {where}"
-    ):
-        compare(GPT2.from_pretrained(str(folder), device="cpu"), pair, pair, max_new_tokens=2)
+    with pytest.raises(RequestError, match="NaN, infinity or only zeros in the logits"):
+        compare(GPT2.from_pretrained(str(folder), device="cpu"), name, name, max_new_tokens=2)
 
 
 def test_a_float64_model_is_refused():
@@ -280,3 +275,28 @@ def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, add):
     assert err.startswith("gpt2-infer: error: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("one_tile")
+@pytest.mark.parametrize(
+    "name",
+    [
+        spec.name
+        for spec in list_backends()
+        if spec.family not in ("pytorch", "decode")
+        and "cuda" in spec.device_types
+        and DTYPES & {*spec.dtypes}
+        and 64 in (spec.head_dims or (64,))
+    ],
+)
+def test_greedy_text_of_every_backend_is_plain_pytorchs(name):
+    spec = usable(name, "cuda")
+    for dtype in DTYPES & {*spec.dtypes}:
+        model = GPT2.from_pretrained("demo", device="cuda", dtype=dtype)
+        found = compare(model, PLAIN, spec, max_new_tokens=300)
+        assert found.passed, str(found)
+        if dtype == "float32" and found.step is not None:
+            # The error of two logits on each side turns A's choice into B's.
+            margins, allowed = found.a.margin + found.b.margin, found.a.allowed + found.b.allowed
+            assert margins <= allowed, str(found)

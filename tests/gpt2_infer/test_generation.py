@@ -177,17 +177,12 @@ def test_an_empty_prompt_is_the_start_of_a_document(demo):
         ({"prompts": torch.tensor([[0.5]])}, "a text or a list of token ids: 'float' object"),
         ({"prompts": [b"ab"]}, "a text or a list of token ids: bytes are neither"),
         ({"prompts": [[True]]}, "a text or a list of token ids: True is not a token id"),
-        ({"sampling": 0}, "sampling must be a Sampling, not 0"),
-        ({"stop": 3}, "stop must be a Sequence, not 3"),
-        ({"ignore_eos": "no"}, "ignore_eos must be a bool, not 'no'"),
-        ({"on_text": 3}, "on_text must be callable, not 3"),
         ({"engine": "warp"}, "engine must be one of auto, eager, graph, fused"),
-        ({"model": "demo"}, "model must be a GPT2, not 'demo'"),
     ],
 )
 def test_invalid_requests_are_refused(arguments, words, demo):
     with pytest.raises(RequestError, match=words):
-        generate(**{"model": demo, "prompts": "The", **arguments})
+        generate(demo, **{"prompts": "The", **arguments})
 
 
 @pytest.mark.parametrize(

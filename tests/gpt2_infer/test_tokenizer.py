@@ -67,13 +67,11 @@ def test_a_prompt_without_tokens_is_refused(model, words):
 
 
 @pytest.mark.parametrize("added", [{}, {"special_tokens_map.json": '{"pad_token": "!"}'}])
-@pytest.mark.parametrize("config", [{"config.json": '{"n_layer": 6}'}, {}])
-def test_a_folder_of_2019_without_model_type(config, added, tmp_path):
+def test_a_folder_of_2019_without_model_type(added, tmp_path):
     demo = open_checkpoint("demo").folder
     files = {name: (demo / name).read_text("utf-8") for name in ("vocab.json", "merges.txt")}
-    write(tmp_path, files | config | added)
-    for text in TEXTS:
-        assert Tokenizer.load(tmp_path).encode(text) == DEMO.encode(text)
+    write(tmp_path, files | added)
+    assert Tokenizer.load(tmp_path).encode("Hello, I'm 12") == DEMO.encode("Hello, I'm 12")
 
 
 TEXTS = [

