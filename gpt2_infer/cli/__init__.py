@@ -1,8 +1,8 @@
 """The command line: each command is a module with one typed function of the same name.
 
 The command line, the tools of `mcp` and --json all come from that function. What it returns is a
-value; text() of its module words it, and exit_status() says whether it failed. Nothing here imports
-torch; a command imports it when it runs.
+value; text() of its module words it. The exit status tells whether its `passed` is false, or comes
+from exit_status() of its module. Nothing here imports torch; a command imports it when it runs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class Call:
             console.show(json.dumps(console.plain(result), indent=2))
         elif hasattr(self.module, "text"):
             console.show(self.module.text(result, **self.arguments))
-        return self.module.exit_status(result) if hasattr(self.module, "exit_status") else 0
+        if hasattr(self.module, "exit_status"):
+            status: int = self.module.exit_status(result)
+            return status
+        return 0 if getattr(result, "passed", True) else console.EXIT_FAILED
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any], **hidden: object) -> Any:

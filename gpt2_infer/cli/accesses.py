@@ -45,13 +45,13 @@ def accesses(
     return count_accesses(version, seqlen=seqlen, **shape, timeout_s=timeout_s)
 
 
-def text(found: list[Access], **_: object) -> str:
+def text(rows: list[Access], **_: object) -> str:
     """Return a table of the accesses, and what its line numbers mean."""
     from attention_kernels.inspection.accesses import format_table
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lines = [format_table(found, width)]
-    if any(len(access.lines) > 1 for access in found):
+    lines = [format_table(rows, width)]
+    if any(len(access.lines) > 1 for access in rows):
         legend = "Line a>b: line a of the kernel calls a function, which accesses memory in line b."
         lines += ["", legend]
     return "\n".join(lines)

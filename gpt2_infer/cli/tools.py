@@ -85,9 +85,10 @@ async def _list(_: ServerRequestContext, __: PaginatedRequestParams | None) -> L
         (schema,), components = msgspec.json.schema_components(
             [arguments_of(function)], schema_hook=lambda _: {"type": "string"}
         )
-        schema = components[schema["$ref"].rpartition("/")[2]]
+        schema = components.pop(schema["$ref"].rpartition("/")[2])
+        schema = {"type": "object", **schema, "$defs": components}
         text = inspect.cleandoc((function.__doc__ or "").partition("\n    Args:\n")[0])
-        tools.append(Tool(name=name, description=text, input_schema={"type": "object", **schema}))
+        tools.append(Tool(name=name, description=text, input_schema=schema))
     return ListToolsResult(tools=tools)
 
 
@@ -115,12 +116,12 @@ async def _call(context: ServerRequestContext, asked: CallToolRequestParams) -> 
 def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are given, converted; raises ToolError for one that is wrong."""
     try:
-        found = msgspec.convert(
+        given = msgspec.convert(
             arguments, arguments_of(function), dec_hook=lambda kind, value: kind(value)
         )
     except msgspec.ValidationError as error:
         raise ToolError(str(error)) from error
-    return msgspec.structs.asdict(found)
+    return msgspec.structs.asdict(given)
 
 
 async def _diverge(given: dict[str, Any]) -> Any:
