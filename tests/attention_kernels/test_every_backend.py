@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
-from attention_kernels.contract import dtype_name
 from attention_kernels.judge.cases import EDGES
 from attention_kernels.judge.suite import Case, DecodeCase, cases_for, run_case
 from attention_kernels.judge.worker import Runner
@@ -23,7 +22,6 @@ from tests.attention_kernels.backends.common import FP32, OLDER, QUICK, STRIDED_
 
 SPECS = [spec for spec in list_backends() if spec.chooses is None]  # an alias runs one of them
 HEAD_DIMS = (32, 64, 128)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 one_tile = pytest.mark.usefixtures("one_tile")
 
 
@@ -137,21 +135,6 @@ def test_neither_the_order_of_threads_nor_unwritten_memory_matters(
             monkeypatch.setenv(f"ATTENTION_EMULATOR_{name}", value)
         for x, o in zip(inputs, expected, strict=True):
             assert torch.equal(call(spec, x), o), settings
-
-
-@each(lambda spec: spec.head_dims or len(spec.dtypes) < len(DTYPES), dtypes=1)
-def test_everything_unsupported_is_refused_at_once(spec, dtype, device):
-    if reason := spec.unavailable_reason(device):
-        pytest.skip(reason)
-    wrong = next(dtype for dtype in DTYPES if dtype_name(dtype) not in spec.dtypes)
-    head_dim = 80 if spec.head_dims else 64
-    reasons = [f"dtype {dtype_name(wrong)} (it takes {', '.join(spec.dtypes)})"]
-    if spec.head_dims:
-        reasons.append(f"head_dim 80 (it takes {', '.join(map(str, spec.head_dims))})")
-    case = Case(4, head_dim, dtype=wrong) if attends(spec) else DecodeCase(head_dim, wrong)
-    with pytest.raises(UnsupportedError) as caught:
-        call(spec, case.inputs(device))
-    assert caught.value.reasons == reasons
 
 
 # Part of torch

@@ -179,6 +179,14 @@ def test_a_device_without_the_instructions_is_refused(exactly, monkeypatch):
     ]
 
 
+def test_a_refusal_gives_every_reason():
+    q = torch.zeros(1, 4, 2, 80).double()
+    with pytest.raises(UnsupportedError) as caught:
+        get_backend("CUSTOM_CUDA_VERSION_1").attention(q, q, q)
+    dtype = "dtype float64 (it takes float32)"
+    assert caught.value.reasons == [dtype, "head_dim 80 (it takes 32, 64, 128)"]
+
+
 def install_plugin(folder: Path, package: str, code: str) -> None:
     (folder / f"{package}.py").write_text(code)
     info = folder / f"{package}-1.0.dist-info"
