@@ -40,9 +40,7 @@ from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PREC
 if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
-ENTRY_POINT_GROUP = "attention_kernels.backends"
 DECODES_ONLY, NO_DECODE = "it has a decode kernel only", "it has no decode kernel"
-_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 Loader = Callable[[], Kernels]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -359,7 +357,7 @@ def register(**fields: Any) -> Callable[[Loader], Loader]:
 
 def add(spec: BackendSpec) -> None:
     """Register a backend; raises ValueError if its name is taken or malformed."""
-    if not _NAME.fullmatch(spec.name):
+    if not re.fullmatch("[A-Z][A-Z0-9_]*", spec.name):
         raise ValueError(
             f"a backend's name must be upper case letters, digits and '_', not {spec.name!r}"
         )
@@ -543,7 +541,8 @@ def plugins() -> importlib.metadata.EntryPoints | tuple[()]:
     setting = os.environ.get("ATTENTION_KERNELS_PLUGINS", "on")
     if setting not in ("on", "off"):
         raise AttentionError(f"ATTENTION_KERNELS_PLUGINS must be on or off, not {setting!r}")
-    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if setting == "on" else ()
+    group = "attention_kernels.backends"
+    return importlib.metadata.entry_points(group=group) if setting == "on" else ()
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:

@@ -78,7 +78,9 @@ def report(
     except ModuleNotFoundError as error:
         raise RequestError(f"{error.name} is missing: install gpt2-infer[report]") from error
     verdicts = {name: _verdict(version, timeout_s) for name, version in own.items()}
-    page = make_page(versions, shape, gpu=card, predict=own, verdicts=verdicts, timeout_s=timeout_s)
+    page = make_page(
+        versions, shape, gpu=card, predicted=own, verdicts=verdicts, timeout_s=timeout_s
+    )
     out.write_text(page, "utf-8")
     failed = [k for k, found in verdicts.items() if not (isinstance(found, str) or found.passed)]
     return Page(str(out), out.stat().st_size, failed)

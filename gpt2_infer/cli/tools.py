@@ -85,9 +85,10 @@ async def _list(_: ServerRequestContext, __: PaginatedRequestParams | None) -> L
         (schema,), components = msgspec.json.schema_components(
             [arguments_of(function)], schema_hook=lambda _: {"type": "string"}
         )
-        schema = components[schema["$ref"].rpartition("/")[2]]
+        schema = components.pop(schema["$ref"].rpartition("/")[2])
+        schema = {"type": "object", **schema, "$defs": components}
         text = inspect.cleandoc((function.__doc__ or "").partition("\n    Args:\n")[0])
-        tools.append(Tool(name=name, description=text, input_schema={"type": "object", **schema}))
+        tools.append(Tool(name=name, description=text, input_schema=schema))
     return ListToolsResult(tools=tools)
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import BUILDS, faulty_op
+from tests.attention_kernels.conftest import BUILDS, faulty_op, needs_compiler
 
 NEGATIVE = Path(__file__).parent / "negative"
 WRONG = "the output is wrong"  # instead of a message
@@ -30,9 +30,7 @@ EARLY = (  # a slot that is written too early
     r"an operand is still written by load_tile\(\) at v08_hopper|race: lane 0 of warp 0 writes"
 )
 
-pytestmark = pytest.mark.skipif(
-    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
-)
+pytestmark = needs_compiler
 
 
 def hopper_attention() -> tuple[list[Tensor], Tensor, Tensor]:

@@ -11,22 +11,16 @@ import struct
 
 import numpy as np
 
-from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
 from attention_kernels.inspection.sass.state import LOW, Blocks, Event, Mbarrier, Numbered
 
-# The constant at 0x198 is the address of constant bank 0 from 0x210 on, where nvcc's code looks for
-# tensor maps. Here it is far from all tensors.
-_BANK_POINTER, _BANK_BEGIN, _BANK_ADDRESS = 0x198, 0x210, 64 << 40
+# Code addresses constant bank 0 from an offset on like memory, to find tensor maps. Here that
+# address is far from all tensors.
+BANK_BEGIN, BANK_ADDRESS = 0x210, 64 << 40
 # The emulator's tensor map, see csrc/emulator/in_flight.h: address, sizes, strides in bytes, box,
 # bytes of an element, swizzle.
 _MAP = struct.Struct("<Q4q4q4iii")
-
-
-def with_bank_pointer(constants: bytes) -> bytes:
-    """Return constant bank 0 with its own address in it."""
-    pointer = _BANK_ADDRESS.to_bytes(8, "little")
-    return constants[:_BANK_POINTER] + pointer + constants[_BANK_POINTER + 8 :]
 
 
 def is_test(one: Instruction) -> bool:
@@ -107,7 +101,7 @@ def _box(blocks: Blocks, one: Instruction, lane: int) -> tuple[int, list[tuple[i
     at = [int(blocks.read(name)[lane]) for name in registers[2:]]
     at = [(x ^ 1 << 31) - (1 << 31) for x in at] + [0] * (4 - dimensions)
     pointer = int(blocks.read64(one.operands[1].strip("[]"))[lane])
-    begin = pointer - _BANK_ADDRESS + _BANK_BEGIN
+    begin = pointer - BANK_ADDRESS + BANK_BEGIN
     if not 0 <= begin <= len(blocks.constants) - _MAP.size:
         raise SassError(f"the tensor map of {one.name} is not a parameter of the kernel")
     tensor, *words = _MAP.unpack_from(blocks.constants, begin)

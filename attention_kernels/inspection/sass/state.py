@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
 
 WARPGROUP = 4  # warps
@@ -119,7 +119,6 @@ class Blocks:
         self.mask = self.exists  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
-        self.shared_end = 0  # bytes of shared memory up to the highest address accessed
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
@@ -209,8 +208,6 @@ class Blocks:
 
         size: bytes per lane. merges: two groups of lanes can share a wavefront.
         """
-        if mask.any():
-            self.shared_end = max(self.shared_end, int(addresses[mask].max()) + size)
         by_warp = addresses.reshape(-1, WARP)
         active = mask.reshape(-1, WARP)
         first = np.take_along_axis(by_warp, active.argmax(1)[:, None], 1)

@@ -44,8 +44,6 @@ REFUSED = [  # without a command, options of generate
     ("perplexity --model demo --max-tokens 1", "the text has fewer than two tokens to predict"),
     ("batch TMP/fifo.jsonl --model demo --out TMP/out", "Not a regular file"),
     ("accesses NAIVE_PYTORCH", "no version file"),
-    ("predict CUSTOM_CUDA_VERSION_1 --results /nonexist", "there is no folder /nonexist"),
-    ("predict CUSTOM_CUDA_VERSION_1 --results TMP", "--results: TMP has no results file, *.json"),
     ("predict CUSTOM_CUDA_VERSION_1 --gpu voodoo2", "h200, h100, a100, t4, rtx4090"),
     ("kernels NAIVE_PYTORCH", "NAIVE_PYTORCH cannot take this call: it has no version file"),
     ("kernels FLASH_ATTENTION_1_CPU", "it is host code"),

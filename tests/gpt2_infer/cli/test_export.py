@@ -61,7 +61,7 @@ def kernel(tmp_path_factory) -> Path:
 def found(monkeypatch):
     """Replace what takes long by what it could have found."""
     monkeypatch.setattr(suite, "verify", report_of(worst=WORST, has_attention=True))
-    monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
+    monkeypatch.setattr(predict, "predict", lambda *_, **__: FOUND)
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")  # or verify test-compiles it
 
 
