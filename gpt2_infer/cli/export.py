@@ -48,7 +48,7 @@ def export(name: str, /, *, out: Path) -> Exported:
     """
     from gpt2_infer import export as repository
 
-    _, version = version_of(name)
+    version = version_of(name)
     planned = repository.plan(version, out)
     verdict = verify.verify(name)
     files = []
