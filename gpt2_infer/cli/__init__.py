@@ -76,7 +76,7 @@ class Call:
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any], **hidden: object) -> Any:
-    """Call a command's function; hidden: parameters that no user gives, if it has them."""
+    """Call a command's function; hidden: values of its hidden parameters, if it has them."""
     signature = inspect.signature(function)
     known = {name: value for name, value in hidden.items() if name in signature.parameters}
     bound = inspect.BoundArguments(signature, OrderedDict(arguments | known))
@@ -197,17 +197,17 @@ def _with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     def command(**_: Any) -> None: ...
 
     command.__signature__ = inspect.Signature([*given.values()])  # type: ignore[attr-defined]
-    command.__annotations__ = {name: one.annotation for name, one in given.items()}
+    command.__annotations__ = {name: given[name].annotation for name in given}
     return command
 
 
-def extras(one: inspect.Parameter) -> tuple[Any, ...]:
-    """Return what an annotation adds to its type."""
-    return typing.get_args(one.annotation)[1:]
+def extras(parameter: inspect.Parameter) -> tuple[Any, ...]:
+    """Return the metadata of a parameter's annotation."""
+    return typing.get_args(parameter.annotation)[1:]
 
 
 def _default(value: object) -> str | None:
-    """Return a default in the words of the command line; None where there is nothing to say."""
+    """Return a default for the help; None if the help shows none."""
     if value is None or value is False or value == ():
         return None
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
