@@ -16,14 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attention_kernels.inspection.resources import WARP, Launch, Triple
-from attention_kernels.inspection.sass import asynchronous
-from attention_kernels.inspection.sass.decode import (
-    IS_PREDICATE,
-    Instruction,
-    Program,
-    SassError,
-    consecutive,
-)
+from attention_kernels.inspection.sass import asynchronous, decode
+from attention_kernels.inspection.sass.decode import IS_PREDICATE, Instruction, Program, SassError
 from attention_kernels.inspection.sass.state import LOW, Blocks, Issue, Mask, Values
 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
@@ -185,7 +179,7 @@ def _local_access(blocks: Blocks, one: Instruction) -> None:
         return
     first = int(found[1] or "0", 16)
     stored = one.operands[-1] if one.base == "STL" else "RZ"
-    for i, register in enumerate(one.loaded or consecutive(stored, one.size // 4)):
+    for i, register in enumerate(one.loaded or decode.consecutive(stored, one.size // 4)):
         kept = blocks.spilled.get(first + 4 * i, blocks.read("RZ"))
         if one.base == "STL":
             kept = np.where(blocks.mask, blocks.read(register), kept)

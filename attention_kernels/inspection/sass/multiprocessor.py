@@ -21,9 +21,9 @@ from typing import NamedTuple, TypeAlias
 from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.asynchronous import is_numbered
 from attention_kernels.inspection.sass.decode import Instruction
-from attention_kernels.inspection.sass.gpus import GpuModel
+from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
 from attention_kernels.inspection.sass.state import STORES, Event
-from attention_kernels.inspection.sass.work import Issued, Work, pipe_of, product_of
+from attention_kernels.inspection.sass.work import Issued, Work, pipe_of
 
 # Latencies in cycles, as scripts/probe.cu measured them on an H200; that of constants is an
 # estimate.
@@ -43,8 +43,6 @@ _PORT = {"shared": 2.0, "shuffle": 4.0}
 # 32 KB, 1.14 if it is half a percent longer, as with four lines in a set, and 2.22 at 64 KB.
 _LINE, _SETS, _WAYS, _FETCH = 8, 64, 4, 10.8
 _QUEUE = 40  # warps wait while this many wavefronts are outstanding
-SCHEDULERS = 4
-SECTOR, WAVEFRONT = 32, 128  # bytes
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
@@ -359,7 +357,7 @@ class Multiprocessor:
         event = block.work.events.signals.get(place)
         if event and block.contribute(event, served, index):
             if one.base == "HGMMA":
-                flop, operands = product_of(one)
+                flop, operands = one.product
                 cycles = max(flop / self.gpu.warpgroup_flop, operands)
                 self.products = max(self.products, block.when[event]) + cycles
                 block.when[event] = done = self.products + _PRODUCT
