@@ -2,8 +2,8 @@
 
 All threads of the blocks run in parallel, those at the lowest address first, so lanes that have
 left a loop wait behind it for the others. Loaded values and floating-point results are zero, so
-control flow that depends on data is not followed. test_execute.py shows that instructions are
-understood correctly, and the counts equal the profiler's.
+control flow that depends on data is not followed. test_execute.py compares results with g++'s, and
+test_predict.py compares counts with the profiler's.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:
 def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
     """Return the lanes that take the branch, of those that have reached it."""
     taken = blocks.mask
-    if "ANY" in one.modifiers:  # all lanes of a warp of which one does
+    if "ANY" in one.modifiers:  # all lanes of a warp in which any lane does
         return here & np.repeat(taken.reshape(-1, WARP).any(1), WARP)
     if "DIV" in one.modifiers:  # only a diverged warp takes this branch
         return np.zeros_like(taken)

@@ -224,10 +224,10 @@ class Line:
 
 
 def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line:
-    """Run some blocks of a launch.
+    """Execute some blocks of a launch, and let them stand for the others.
 
-    are_alike: with a second axis, blocks along the first count as alike, unless none of those that
-    are run requests memory.
+    are_alike: on a grid with several axes, blocks along the first count as alike, unless no block
+    that is executed requests memory.
     """
     if (blocks_in_grid := math.prod(launch.grid)) > _MAX_GRID:
         reason = f"a grid of {blocks_in_grid} blocks (predictions take {_MAX_GRID} at most)"
