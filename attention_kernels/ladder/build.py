@@ -34,7 +34,7 @@ import platformdirs
 
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError, Target
-from attention_kernels.ladder.header import VersionHeader, csrc_of
+from attention_kernels.ladder.header import RACES, VersionHeader, csrc_of
 
 DIGEST_BYTES = hashlib.sha256().digest_size  # at the end of each file in the cache
 HIDDEN = ("-fPIC", "-fvisibility=hidden")  # the versions define the same names in one process
@@ -77,6 +77,7 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
         libraries = [str(cudart), f"-Wl,-rpath,{cudart.parent}"]
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
+        purpose += ", looking for races" * (RACES in version.flags)
         if "-march=native" in flags:
             more.append(compilers.native_macros(gxx))  # several machines may share the cache
         # Line tables (-g1) do not change the code; source_line() reads them.
@@ -109,7 +110,7 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
 def _optimization(version: VersionHeader) -> Sequence[str]:
     if version.is_host:
         return ["-O3"]
-    if "-Xcompiler=-fsanitize=thread" in version.flags:
+    if RACES in version.flags:
         return RACES_OPTIMIZATION
     return [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS]
 

@@ -34,6 +34,7 @@ LAYOUTS = ("contiguous", "strided")
 FIELD = re.compile(rf"//\s*({'|'.join(FIELDS)}):(.*)")
 ROLES = ("attention", "decode", "struct")
 HEAD_DIMS = (32, 64, 128)
+RACES = "-Xcompiler=-fsanitize=thread"  # see csrc/emulator/races.h
 _DTYPE = "(?:float16|bfloat16|float32|float64)"
 _HEAD_DIM = "[1-9][0-9]{0,3}"
 # The inputs that a version takes, unless they are float32 with all of HEAD_DIMS.
@@ -267,9 +268,8 @@ def of_file(file: Path) -> VersionHeader:
 
 
 def race_checked(version: VersionHeader) -> VersionHeader:
-    """Return the version with flags that make the emulator report shared-memory races as errors."""
-    flags = (*version.flags, "-Xcompiler=-fsanitize=thread")  # see csrc/emulator/races.h
-    return replace(version, op=f"{version.op}_races", flags=flags)
+    """Return the version with a flag that makes the emulator report races of shared memory."""
+    return replace(version, op=f"{version.op}_races", flags=(*version.flags, RACES))
 
 
 def csrc_of(version: VersionHeader) -> Path:

@@ -322,15 +322,15 @@ def _load_library(library: Path, version: VersionHeader, device_type: str) -> No
     except OSError as error:
         text = str(error.__cause__ or error)  # torch's own message is only the path
         missing = re.search(r"undefined symbol: \S*\d(launch|scratch_floats|version)E", text)
-        if missing is None:
-            raise BuildError(text) from error
-        if missing[1] == "version":
-            raise BuildError(f"{version.path.name} does not include common.cuh") from error
-        raise BuildError(
-            f"{version.path.name} does not define {missing[1]}() as csrc/attention.h declares it: "
-            "a version file defines scratch_floats() and launch() in "
-            "namespace attention::ATTENTION_VERSION"
-        ) from error
+        if missing and missing[1] == "version":
+            text = f"{version.path.name} does not include common.cuh"
+        elif missing:
+            text = (
+                f"{version.path.name} does not define {missing[1]}() as csrc/attention.h declares "
+                "it: a version file defines scratch_floats() and launch() in "
+                "namespace attention::ATTENTION_VERSION"
+            )
+        raise BuildError(text) from error
 
 
 @functools.cache
