@@ -40,7 +40,7 @@ def accesses(
     """
     from attention_kernels.inspection.accesses import count_accesses
 
-    _, version = version_of(name)
+    version = version_of(name)
     shape = call_shape(version, head_dim, batch, heads, full)
     return count_accesses(version, seqlen=seqlen, **shape, timeout_s=timeout_s)
 

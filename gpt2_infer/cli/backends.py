@@ -38,7 +38,7 @@ class Backend:
 
     @property
     def state(self) -> str:
-        """The devices on which it runs here, in words."""
+        """Where it runs on this machine, in words."""
         here = [
             f"{device} (emulated)" if device in self.emulated_on else device
             for device, reason in self.unavailable.items()
@@ -85,7 +85,7 @@ def backends(names: Annotated[tuple[str, ...], Parameter(name="WHAT")] = (), /) 
 
 
 def text(rows: Sequence[Backend], names: Sequence[str]) -> str:
-    """Return a line per backend, numbered ones of a family in one; or details of those named."""
+    """Return a line per backend or numbered ladder, or the details of named backends."""
     if names:
         return "\n".join(line for row in rows for line in _details(row))
     table, before = [], ""

@@ -48,7 +48,7 @@ def export(name: str, /, *, out: Path) -> Exported:
     """
     from gpt2_infer import export as repository
 
-    _, version = version_of(name)
+    version = version_of(name)
     planned = repository.plan(version, out)
     verdict = verify.verify(name)
     files = []
@@ -68,7 +68,7 @@ def text(exported: Exported, **_: object) -> str:
 
 
 def _evidence(verdict: Findings, kernel: str) -> str:
-    """Return what `verify` says, the command that repeats it, and where it ran."""
+    """Return the verdict, the command that repeats it, and where the kernel ran."""
     import torch
 
     report = verdict.report
@@ -81,7 +81,7 @@ def _evidence(verdict: Findings, kernel: str) -> str:
 
 
 def _times(name: str, verdict: Findings, kernel: str) -> str:
-    """Return the measured time, if there is a GPU, and the predicted one, with their commands."""
+    """Return the measured time, if there is a GPU, and the predicted time, with their commands."""
     from attention_kernels import UnsupportedError
     from attention_kernels.ladder.compilers import BuildError
 

@@ -102,10 +102,10 @@ def _lines(findings: Findings) -> Iterator[str]:
     elif worst := findings.worst:
         status = worst["status"]
         yield f"  {'worst' if status == 'passed' else status}: {worst['case']}"
-        for one in worst["errors"]:
-            numbers = (one["error"], one["budget"], one["naive_error"])
+        for row in worst["errors"]:
+            numbers = (row["error"], row["budget"], row["naive_error"])
             measured, budget, naive = (f"{number:.2e}" for number in numbers)
-            yield f"    {one['rule']:<9} {measured}, budget {budget}, plain PyTorch's {naive}"
+            yield f"    {row['rule']:<9} {measured}, budget {budget}, plain PyTorch's {naive}"
     if findings.budget_rule:
         yield f"  a budget is {findings.budget_rule}"
     if report.killed and findings.emulated and not findings.sanitized:
@@ -118,7 +118,7 @@ def _lines(findings: Findings) -> Iterator[str]:
 
 
 def _scope(findings: Findings) -> Iterator[str]:
-    """Yield what was tested by which budgets, if not everything by the usual ones."""
+    """Yield how the checks or their budgets differ from the usual, if they do."""
     from attention_kernels.judge import cases, suite
 
     report = findings.report
