@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import UnavailableBackendError, ladder
+from attention_kernels import UnavailableBackendError, get_backend, ladder
 from attention_kernels.inspection.sanitize import sanitize
 from tests.attention_kernels.backends.common import changed
 from tests.attention_kernels.conftest import needs_compiler, probe_line
@@ -171,6 +171,17 @@ def test_early_launches_overlap_all_that_are_in_a_row(order, threads, monkeypatc
     assert torch.equal(run(3), right)
     assert run(4).isnan().any()
     assert torch.equal(run(1), right)
+
+
+@pytest.mark.slow
+def test_a_version_whose_second_kernel_might_end_first_fails():
+    """In version 17, if nothing is cut, one block must wait for the first kernel."""
+    waits = "if (!is_cut && blockIdx.x > 0) return;"
+    source = get_backend("CUSTOM_CUDA_VERSION_17").version.path
+    spec = changed(source, (waits, "if (!is_cut) return;"))
+    x = torch.zeros(1, 65, 16, 32)
+    with pytest.raises(RuntimeError, match="launched early ended"):
+        spec.attention(x, x, x, is_causal=False)
 
 
 def test_barriers_wait_only_for_threads_that_have_not_returned(spec):
