@@ -14,16 +14,16 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from attention_kernels import child
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection.launches import case_faults
+from attention_kernels.inspection.resources import case_faults
+from attention_kernels.inspection.table import table
 from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.header import VersionHeader
 
@@ -181,7 +181,7 @@ COLUMNS = {
 
 def format_table(accesses: Iterable[Access], width: int | None = None) -> str:
     """Format the accesses as a text table, one per line, cut to `width` columns if given."""
-    cells: list[Sequence[object]] = [[*COLUMNS]]
+    rows = []
     for a in accesses:
         lines = ">".join(map(str, a.lines))
         conflicts = f"{a.conflicts} ({a.ways}-way)" if a.conflicts else ""
@@ -190,10 +190,5 @@ def format_table(accesses: Iterable[Access], width: int | None = None) -> str:
             sectors += f" ({a.fewest_sectors} would do)"
         wavefronts = str(a.wavefronts) if a.memory == "shared" else ""
         counts = (a.bytes, a.requests, wavefronts, conflicts, sectors)
-        cells.append((lines, f"{a.memory} {a.kind}", *counts, a.source))
-    align = [*COLUMNS.values()]
-    table = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)
-    return "\n".join(
-        row if width is None or len(row) <= width else f"{row[: width - 3]}..."
-        for row in table.splitlines()
-    )
+        rows.append((lines, f"{a.memory} {a.kind}", *counts, a.source))
+    return table(COLUMNS, rows, width)

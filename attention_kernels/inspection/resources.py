@@ -1,12 +1,14 @@
-"""Report what each kernel uses of a multiprocessor: registers, shared memory, occupancy.
+"""Record what a version launches, and report what each kernel uses of a multiprocessor.
 
-Registers, spills and static shared memory come from ptxas, block size and dynamic shared memory
-from the recorded launches. No GPU is needed.
+csrc/recorders/launches.cpp calls the version's launch(), compiled for the host. Registers, spills
+and static shared memory come from ptxas. No GPU is needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import os
 import re
 import tempfile
@@ -14,20 +16,207 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from tabulate import tabulate
 from tqdm import tqdm
 
-from attention_kernels.inspection.launches import WARP, Launch, launches_of
+from attention_kernels.errors import UnsupportedError
+from attention_kernels.inspection.table import table
 from attention_kernels.ladder import build, compilers
 from attention_kernels.ladder.compilers import FLAGS, BuildError
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
+MAX_SEQLEN = 65535 * 16
+"""The longest sequence that csrc/binding.cpp accepts."""
+_INT_MAX = 2**31 - 1
+_SEQLENS = 6  # the terabyte at which csrc/recorders/launches.cpp puts the rows' lengths
+WARP = 32
 ARCHS = ("75", "80", "90", "120")
 REGISTERS_PER_SM = 65536
 # Registers are allocated to a warp, and bytes of shared memory to a block, in these units.
 REGISTER_UNIT = 256
 SHARED_UNIT = 128
+Triple: TypeAlias = tuple[int, int, int]
+
+# ---- Launches ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel."""
+
+    head_dim: int
+    kernel: str
+    """Name with template arguments: "attention_kernel<64>"."""
+    symbol: str
+    """Mangled name."""
+    grid: Triple
+    block: Triple
+    dynamic_smem: int
+    """Bytes of dynamic shared memory."""
+    parameters: bytes = dataclasses.field(compare=False)
+    """The kernel's parameters as nvcc lays them out. Launches that differ only here are equal."""
+    words: tuple[tuple[int, int], ...] = ()
+    """Values that the kernel loads and on which its work depends: see Blocks.words."""
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return math.prod(self.block)
+
+
+def case_faults(
+    version: VersionHeader,
+    *,
+    seqlens: Iterable[int],
+    head_dim: int,
+    batch: int,
+    num_heads: int,
+    may_decode: bool = False,
+) -> list[str]:
+    """Return every reason why a version cannot be launched as an attention kernel of a shape.
+
+    may_decode: it may also be attention of one query per row; seqlens are those of the cache.
+    """
+    faults = []
+    if version.is_host:
+        faults.append("it is host code, not a GPU kernel")
+    if version.role != "attention" and not (may_decode and version.role == "decode"):
+        faults.append("it is not an attention kernel")
+    if head_dim not in version.head_dims:
+        faults.append(f"head_dim {head_dim} (it takes {', '.join(map(str, version.head_dims))})")
+    sizes = [("batch", batch), ("num_heads", num_heads), *(("seqlen", n) for n in seqlens)]
+    faults += [f"{name} {size} (1 or more)" for name, size in sizes if size < 1]
+    limits = (
+        ("seqlen", max(seqlens), MAX_SEQLEN),
+        ("batch * num_heads", batch * num_heads, _INT_MAX),
+        ("num_heads * head_dim", num_heads * head_dim, _INT_MAX // 64),
+    )
+    faults += [f"{name} {size} ({most} or less)" for name, size, most in limits if size > most]
+    return faults
+
+
+def record(
+    version: VersionHeader,
+    head_dims: Iterable[int] = (),
+    *,
+    case: Sequence[int] = (1, 1024, 1, 1),
+    multiprocessors: int | None = None,
+) -> list[Launch]:
+    """Return a version's launches for each head_dim.
+
+    case: batch, seqlen, num_heads and is_causal; for a decode kernel, all rows fill a cache of that
+    length. multiprocessors: those of the GPU, on which a launch() may depend. Raises
+    UnsupportedError for a version that launches nothing, BuildError if it does not compile or its
+    launch() fails.
+    """
+    csrc = csrc_of(version)
+    command = [*compilers.compile_flags(version, "emulator", ""), "-O0"]
+    runtime, recorder = "emulator/runtime.cpp", csrc / "recorders" / "launches.cpp"
+
+    def link(program: Path) -> None:
+        source = f'-DATTENTION_SOURCE="{version.path}"'
+        objects = [str(recorder), str(build.object_file(csrc, runtime, "-O0"))]
+        options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
+        compilers.output_of([*command, source, *objects, *options])
+
+    files = [version.path, recorder, csrc / runtime]
+    program = build.kept(f"launches-{version.op}", "", files, csrc, command, link)
+    run = [str(program), f"--case={','.join(map(str, case))}", *map(str, head_dims)]
+    if multiprocessors:
+        run = ["env", f"ATTENTION_EMULATOR_MULTIPROCESSORS={multiprocessors}", *run]
+    words = ((_SEQLENS, case[1]),) if version.role == "decode" else ()
+    lines = compilers.output_of(run).splitlines()
+    if not lines:
+        raise UnsupportedError(version.path.name, ["its launch() launches no kernel"])
+    found = []
+    for line in lines:
+        dim, _, smem, symbol, signature, grid, block, parameters = line.split("\t")
+        name = re.search(r"(\w+(<[^(]*>)?)\(", signature)
+        kernel, given = name[1] if name else signature, bytes.fromhex(parameters)
+        where = _triple(grid), _triple(block)
+        found.append(Launch(int(dim), kernel, symbol, *where, int(smem), given, words))
+    return found
+
+
+def _triple(text: str) -> Triple:
+    x, y, z = map(int, text.split(","))
+    return x, y, z
+
+
+# ---- Machine code --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """ptxas's report on a kernel; sizes in bytes."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    static_smem: int
+
+
+def compile_version(version: VersionHeader, arch: str) -> dict[str, Compiled]:
+    """Compile a version and return ptxas's report by mangled name.
+
+    Raises BuildError if nvcc is missing or the version does not compile.
+    """
+    report, _ = compile_cubin(version, arch)
+    return parse_ptxas(report)
+
+
+def compile_cubin(version: VersionHeader, arch: str, *more: str) -> tuple[str, bytes]:
+    """Compile a version and return the output of `ptxas -v` and the machine code, a cubin.
+
+    more: flags for nvcc besides the version's own. Raises BuildError.
+    """
+    flags = [*compilers.compile_flags(version, "cuda", arch), *more]
+
+    def compile_to(output: Path) -> None:
+        """Write ptxas's report, a zero byte and the machine code."""
+        options = ["-O3", "-cubin", "-Xptxas=-v", str(version.path), "-o", "kernel.cubin"]
+        with tempfile.TemporaryDirectory() as folder:
+            report = compilers.output_of([*flags, *options], folder)
+            code = Path(folder, "kernel.cubin").read_bytes()
+        output.write_bytes(report.encode() + b"\0" + code)
+
+    others: list[object] = [version.path] if more else []  # a line table names the file
+    others += [compilers.asked(str(compilers.find_gxx())), *map(os.environ.get, FLAGS)]
+    name, csrc = f"{version.op}-sm_{arch}", csrc_of(version)
+    kept = build.kept(name, ".cubin", [version.path], csrc, flags, compile_to, *others)
+    report, _, code = kept.read_bytes()[: -build.DIGEST_BYTES].partition(b"\0")
+    return report.decode(), code
+
+
+def compile_summary(version: VersionHeader, arch: str) -> str:
+    """Compile a version and summarize ptxas's report on its kernels in a phrase.
+
+    Raises BuildError if nvcc is missing or the version does not compile.
+    """
+    kernels = [k for build in version.builds() for k in compile_version(build, arch).values()]
+    registers = sorted({kernel.registers for kernel in kernels})
+    most = f"{registers[0]} to {registers[-1]}" if len(registers) > 1 else f"{registers[0]}"
+    spilled = max(kernel.spill_stores + kernel.spill_loads for kernel in kernels)
+    return f"{most} registers, {f'up to {spilled} bytes of spills' if spilled else 'no spills'}"
+
+
+def parse_ptxas(output: str) -> dict[str, Compiled]:
+    """Parse the output of `ptxas -v` into its numbers, by mangled name."""
+    entry = re.compile(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers([^\n]*)",
+        re.S,
+    )
+    kernels = {}
+    for symbol, stores, loads, registers, rest in entry.findall(output):
+        shared = re.search(r"(\d+) bytes smem", rest)
+        static = int(shared[1]) if shared else 0
+        kernels[symbol] = Compiled(int(registers), int(stores), int(loads), static)
+    return kernels
+
+
+# ---- Occupancy -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,18 +244,42 @@ LIMITS = {
 }
 
 
+def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tuple[int, str]:
+    """Return how many blocks a multiprocessor holds at once, and the resource that runs out."""
+    limits = LIMITS[arch]
+    if shared > limits.shared_kb_per_block * 1024:
+        return 0, "shared memory"
+    warps = -(-threads // WARP)
+    registers_per_warp = _round_up(registers * WARP, REGISTER_UNIT)
+    allocated = max(_round_up(shared + limits.reserved_bytes, SHARED_UNIT), 1)
+    fits = {
+        "warps": limits.warps // warps,
+        "blocks": limits.blocks,
+        # A multiprocessor has four parts, and a warp stays in one.
+        "registers": REGISTERS_PER_SM // 4 // registers_per_warp * 4 // warps,
+        "shared memory": limits.shared_kb * 1024 // allocated,
+    }
+    least = min(fits, key=lambda name: fits[name])
+    return fits[least], least
+
+
+def reserved_first(arch: str) -> int:
+    """Return the bytes of shared memory that are reserved before a block's own.
+
+    From sm_90 on, they are part of its addresses and of the size that cuobjdump lists.
+    """
+    return LIMITS[arch].reserved_bytes if int(arch) >= 90 else 0
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+# ---- The table of a ladder's resources -----------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Compiled:
-    """ptxas's report on a kernel; sizes in bytes."""
-
-    registers: int
-    spill_stores: int
-    spill_loads: int
-    static_smem: int
-
-
-@dataclass(frozen=True)
-class Resources:
+class Resources(Compiled):
     """The resources of one kernel for one head_dim on one architecture; sizes in bytes."""
 
     version: str
@@ -75,10 +288,6 @@ class Resources:
     kernel: str
     head_dim: int
     threads: int
-    registers: int
-    spill_stores: int
-    spill_loads: int
-    static_smem: int
     dynamic_smem: int
     blocks: int
     """Blocks that fit on a multiprocessor at once; 0 if not even one does."""
@@ -112,144 +321,47 @@ def resource_table(
         raise BuildError(
             f"no limits known for {', '.join(sorted(unknown))} (known: {', '.join(LIMITS)})"
         )
-    builds = [
-        (version.label, build, [d for d in head_dims if d in build.head_dims])
+    tasks = [
+        (version.label, build, arch, dims)
         for version in versions
         for build in version.builds()
+        for arch in archs
+        if build.compiles_for(arch)
+        if (dims := [d for d in head_dims if d in build.head_dims])
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        launches = {
-            build.op: pool.submit(launches_of, build, dims) for _, build, dims in builds if dims
-        }
-        compiled = {
-            (build.op, arch): pool.submit(compile_version, build, arch)
-            for _, build, dims in builds
-            for arch in archs
-            if dims and build.compiles_for(arch)
-        }
-        for future in tqdm(compiled.values(), "compiling kernels", unit=""):
-            future.exception()
-    rows = [
-        _row(label, arch, build.dtype, launch, compiled[build.op, arch].result())
-        for label, build, _ in builds
-        for arch in archs
-        if (build.op, arch) in compiled
-        for launch in launches[build.op].result()
-    ]
-    return [*dict.fromkeys(rows)]
+        rows = pool.map(lambda task: rows_of(*task), tasks)
+        shown = tqdm(rows, "compiling kernels", len(tasks), unit="")
+        return [*dict.fromkeys(itertools.chain.from_iterable(shown))]
 
 
-def _row(
-    version: str, arch: str, dtype: str, launch: Launch, compiled: dict[str, Compiled]
-) -> Resources:
-    if launch.symbol not in compiled:
-        raise BuildError(f"{version} launches {launch.kernel}, which ptxas did not compile")
-    kernel = compiled[launch.symbol]
-    shared = kernel.static_smem + launch.dynamic_smem
-    blocks, limited_by = resident_blocks(arch, launch.threads, kernel.registers, shared)
-    return Resources(
-        version=version,
-        arch=arch,
-        dtype=dtype,
-        kernel=launch.kernel,
-        head_dim=launch.head_dim,
-        threads=launch.threads,
-        dynamic_smem=launch.dynamic_smem,
-        **dataclasses.asdict(kernel),
-        blocks=blocks,
-        warps=blocks * -(-launch.threads // WARP),
-        max_warps=LIMITS[arch].warps,
-        limited_by=limited_by,
-    )
-
-
-def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tuple[int, str]:
-    """Return how many blocks a multiprocessor holds at once, and the resource that runs out."""
-    limits = LIMITS[arch]
-    if shared > limits.shared_kb_per_block * 1024:
-        return 0, "shared memory"
-    warps = -(-threads // WARP)
-    registers_per_warp = _round_up(registers * WARP, REGISTER_UNIT)
-    # A multiprocessor has four parts, and a warp stays in one.
-    warps_by_registers = REGISTERS_PER_SM // 4 // registers_per_warp * 4
-    fits = {
-        "warps": limits.warps // warps,
-        "blocks": limits.blocks,
-        "registers": warps_by_registers // warps,
-        "shared memory": limits.shared_kb
-        * 1024
-        // max(_round_up(shared + limits.reserved_bytes, SHARED_UNIT), 1),
-    }
-    least = min(fits, key=lambda name: fits[name])
-    return fits[least], least
-
-
-def reserved_first(arch: str) -> int:
-    """Return the bytes of shared memory that are reserved before a block's own.
-
-    From sm_90 on, they are part of its addresses and of the size that cuobjdump lists.
-    """
-    return LIMITS[arch].reserved_bytes if int(arch) >= 90 else 0
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
-def compile_version(
-    version: VersionHeader, arch: str, folder: Path | None = None, *more: str
-) -> dict[str, Compiled]:
-    """Compile a version to kernel.cubin in a folder; return ptxas's report by mangled name.
-
-    more: flags for nvcc besides the version's own.
-
-    Raises BuildError if nvcc is missing or the version does not compile.
-    """
-    if folder is None:
-        with tempfile.TemporaryDirectory() as temporary:
-            return compile_version(version, arch, Path(temporary), *more)
-    flags = [*compilers.compile_flags(version, "cuda", arch), *more]
-
-    def compile_to(output: Path) -> None:
-        """Write ptxas's report, a zero byte and the machine code."""
-        options = ["-O3", "-cubin", "-Xptxas=-v", str(version.path), "-o", "kernel.cubin"]
-        report = compilers.output_of([*flags, *options], str(folder))
-        output.write_bytes(report.encode() + b"\0" + (folder / "kernel.cubin").read_bytes())
-
-    others: list[object] = [version.path] if more else []  # a line table names the file
-    others += [compilers.asked(str(compilers.find_gxx())), *map(os.environ.get, FLAGS)]
-    name, csrc = f"{version.op}-sm_{arch}", csrc_of(version)
-    kept = build.kept(name, ".cubin", [version.path], csrc, flags, compile_to, *others)
-    report, _, code = kept.read_bytes()[: -build.DIGEST_BYTES].partition(b"\0")
-    (folder / "kernel.cubin").write_bytes(code)
-    return parse_ptxas(report.decode())
-
-
-def compile_summary(version: VersionHeader, arch: str) -> str:
-    """Compile a version and summarize ptxas's report on its kernels in a phrase.
-
-    Raises BuildError if nvcc is missing or the version does not compile.
-    """
-    kernels = [k for build in version.builds() for k in compile_version(build, arch).values()]
-    registers = sorted({kernel.registers for kernel in kernels})
-    most = f"{registers[0]} to {registers[-1]}" if len(registers) > 1 else f"{registers[0]}"
-    spilled = max(kernel.spill_stores + kernel.spill_loads for kernel in kernels)
-    return f"{most} registers, {f'up to {spilled} bytes of spills' if spilled else 'no spills'}"
-
-
-def parse_ptxas(output: str) -> dict[str, Compiled]:
-    """Parse the output of `ptxas -v` into its numbers, by mangled name."""
-    entry = re.compile(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-        r".*?Used (\d+) registers([^\n]*)",
-        re.S,
-    )
-    kernels = {}
-    for symbol, stores, loads, registers, rest in entry.findall(output):
-        shared = re.search(r"(\d+) bytes smem", rest)
-        static = int(shared[1]) if shared else 0
-        kernels[symbol] = Compiled(int(registers), int(stores), int(loads), static)
-    return kernels
+def rows_of(
+    label: str, version: VersionHeader, arch: str, head_dims: Sequence[int]
+) -> list[Resources]:
+    """Return the resources of a version's kernels on an architecture; raises BuildError."""
+    compiled, rows = compile_version(version, arch), []
+    for launch in record(version, head_dims):
+        if launch.symbol not in compiled:
+            raise BuildError(f"{label} launches {launch.kernel}, which ptxas did not compile")
+        kernel = compiled[launch.symbol]
+        shared = kernel.static_smem + launch.dynamic_smem
+        blocks, limited_by = resident_blocks(arch, launch.threads, kernel.registers, shared)
+        row = Resources(
+            **dataclasses.asdict(kernel),
+            version=label,
+            arch=arch,
+            dtype=version.dtype,
+            kernel=launch.kernel,
+            head_dim=launch.head_dim,
+            threads=launch.threads,
+            dynamic_smem=launch.dynamic_smem,
+            blocks=blocks,
+            warps=blocks * -(-launch.threads // WARP),
+            max_warps=LIMITS[arch].warps,
+            limited_by=limited_by,
+        )
+        rows.append(row)
+    return rows
 
 
 COLUMNS = {
@@ -273,6 +385,5 @@ _WORDS = ("version", "arch", "dtype", "kernel", "limited by")
 
 def format_table(rows: Iterable[Resources]) -> str:
     """Format the rows as a text table, sizes in bytes."""
-    cells = [[*COLUMNS], *([text.format(row) for text in COLUMNS.values()] for row in rows)]
-    align = ["left" if name in _WORDS else "right" for name in COLUMNS]
-    return tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)
+    columns = {name: "left" if name in _WORDS else "right" for name in COLUMNS}
+    return table(columns, ([text.format(row) for text in COLUMNS.values()] for row in rows))

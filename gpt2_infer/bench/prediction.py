@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from tqdm import tqdm
 
 from attention_kernels import AttentionError
 from attention_kernels.inspection.sass.gpus import GpuModel, gpus
-from attention_kernels.inspection.sass.predict import Case, predict
-from attention_kernels.inspection.sass.stalls import Stalls
-from attention_kernels.inspection.sass.timing import Prediction
+from attention_kernels.inspection.sass.predict import predict
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
 from gpt2_infer.bench.record import File, KernelCell, Row, timings_of
@@ -45,14 +41,11 @@ def timed_on(gpu: GpuModel, files: Iterable[File]) -> list[File]:
     ]
 
 
-def uses_tensor_cores(needs_us: Mapping[str, float]) -> bool:
-    """Return whether a kernel uses tensor cores, given the time that each resource needs."""
-    return needs_us.get("tensor cores", 0.0) > 0
-
-
 class Likely(NamedTuple):
     """How far measured times were from the predictions of one class of kernels."""
 
+    kind: str
+    """Kernels "on" tensor cores, or those "without"."""
     low: float
     """Measured over predicted time; a tenth of the kernels had less."""
     high: float
@@ -61,25 +54,30 @@ class Likely(NamedTuple):
     """Number of predictions that were measured."""
 
 
-def likely(files: Sequence[File], *, on_tensor_cores: bool) -> Likely | None:
-    """Return the range of 8 in 10 measured times of kernels with, or without, tensor cores.
+def likely(files: Sequence[File], needs_us: Mapping[str, float]) -> Likely | None:
+    """Return the range of 8 in 10 measured times over the predicted times, of similar kernels.
 
-    files: results, predictions as well as timings. None if they have fewer than ten of them.
+    needs_us: of the kernel, by resource. files: results, predictions as well as timings. Returns
+    None if fewer than ten of them match.
     """
     by_name = {gpu.name: gpu for gpu in gpus().values()}
-    ratios = []
+    kind, ratios = _kind(needs_us), []
     for file in files:
         if file.study["kind"] == "prediction" and file.study.get("gpu") in by_name:
             timings = timed_on(by_name[file.study["gpu"]], files)
             timed = [row for timing in timings for row in timing.of("time")]
             rows = (row for row in file.rows if row.samples and "needs_us" in row.extra)
-            alike = [x for x in rows if uses_tensor_cores(x.extra["needs_us"]) == on_tensor_cores]
+            alike = (row for row in rows if _kind(row.extra["needs_us"]) == kind)
             medians = ((row, timings_of(row, timed)) for row in alike)
             ratios += [found[0].median / row.median for row, found in medians if found]
     if len(ratios) < 10:
         return None
     tenths = statistics.quantiles(ratios, n=10)
-    return Likely(tenths[0], tenths[-1], len(ratios))
+    return Likely(kind, tenths[0], tenths[-1], len(ratios))
+
+
+def _kind(needs_us: Mapping[str, float]) -> str:
+    return "on" if needs_us.get("tensor cores") else "without"
 
 
 class Predictions(Subject[KernelCell]):
@@ -97,98 +95,34 @@ class Predictions(Subject[KernelCell]):
         self.facts = {"gpu": card.name}
 
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
-        """Yield the prediction of every version for the cell's dtype."""
-        for row in self._rows:
-            if row.cell == msgspec.to_builtins(cell):
-                yield Contender(row)
-
-    @functools.cached_property
-    def _rows(self) -> list[Row]:
-        """All predictions; a version's machine code is read once for all cells."""
-        cells = [
-            [cell for cell in self.cells if cell.dtype == version.dtypes[0]]
-            for version in self.versions.values()
-        ]
-        predict_one = functools.partial(predict_version, gpu=self.gpu)
+        """Yield the prediction of every version whose first dtype is the cell's."""
+        some = {name: one for name, one in self.versions.items() if one.dtypes[0] == cell.dtype}
+        predict_one = functools.partial(predict_version, cell=cell, gpu=self.gpu)
         with ProcessPoolExecutor(os.cpu_count()) as pool:
-            found = pool.map(predict_one, self.versions.keys(), self.versions.values(), cells)
-            shown = tqdm(found, "predicting", len(self.versions), unit="", disable=None)
-            return [*itertools.chain.from_iterable(shown)]
+            yield from map(Contender, pool.map(predict_one, some.keys(), some.values()))
 
 
-def predict_version(
-    name: str,
-    version: VersionHeader,
-    cells: Sequence[KernelCell],
-    *,
-    gpu: str,
-    lines: bool = False,
-) -> list[Row]:
-    """Predict a version in cells that differ only in length; a refused one has a reason.
-
-    lines: also explain its stalls by source line.
-    """
-    digest = environment.version_digest(version.source)
+def predict_version(name: str, version: VersionHeader, cell: KernelCell, *, gpu: str) -> Row:
+    """Predict a version in a cell, or record why not."""
+    row = Row(contender=name, cell=msgspec.to_builtins(cell), metric="predicted time", unit="us")
+    row.extra["version_digest"] = environment.version_digest(version.source)
+    shape = msgspec.structs.asdict(cell)
+    del shape["dtype"]
     try:
-        found = predict(version, gpus()[gpu], [*map(case_of, cells)], lines=lines)
+        found = predict(version, gpus()[gpu], **shape)
     except AttentionError as error:
-        why = str(error)
-        return [prediction_row(name, one, digest, reason=why) for one in cells]
-    return [
-        prediction_row(name, cell, digest, **figures_of(one))
-        for cell, one in zip(cells, found, strict=True)
-    ]
-
-
-def case_of(cell: KernelCell) -> Case:
-    """Return the shape of a cell's call."""
-    return Case(cell.batch, cell.seqlen, cell.num_heads, cell.head_dim, cell.is_causal)
-
-
-def figures_of(one: Prediction) -> dict[str, Any]:
-    """Return the figures of a prediction for prediction_row()."""
-    notes = {
-        "assumed": [*one.assumed],
-        "stalls": one.stalls and msgspec.to_builtins(one.stalls, str_keys=True),
+        row.status, row.reason = "refused", str(error)
+        return row
+    row.samples = [round(found.time_us, 3)]
+    row.extra |= {
+        "bound": found.bound,
+        "needs_us": {key: round(value, 3) for key, value in found.needs_us.items() if value},
+        "waiting_us": round(found.waiting_us, 3),
+        "uneven_us": round(found.uneven_us, 3),
+        "launch_us": round(found.launch_us, 3),
+        "load_wavefronts": found.load_wavefronts,
+        "store_wavefronts": found.store_wavefronts,
     }
-    return {
-        "samples": [round(one.time_us, 3)],
-        "bound": one.bound,
-        "needs_us": {key: round(value, 3) for key, value in one.needs_us.items() if value},
-        "waiting_us": round(one.waiting_us, 3),
-        "uneven_us": round(one.uneven_us, 3),
-        "launch_us": round(one.launch_us, 3),
-        "load_wavefronts": one.load_wavefronts,
-        "store_wavefronts": one.store_wavefronts,
-    } | {name: value for name, value in notes.items() if value}
-
-
-def prediction_row(
-    name: str,
-    cell: KernelCell,
-    digest: str,
-    *,
-    samples: Sequence[float] = (),
-    reason: str = "",
-    **extra: Any,
-) -> Row:
-    """Return the row of a prediction, or of the reason against it.
-
-    digest: of its version file. extra: its parts.
-    """
-    return Row(
-        contender=name,
-        cell=msgspec.to_builtins(cell),
-        metric="predicted time",
-        unit="us",
-        samples=[*samples],
-        status="refused" if reason else "ok",
-        reason=reason,
-        extra={"version_digest": digest} | extra,
-    )
-
-
-def stalls_of(row: Row) -> Stalls | None:
-    """Return the stalls in the row of a prediction; None if it has none."""
-    found = row.extra.get("stalls")
-    return msgspec.convert(found, Stalls, strict=False) if found else None
+    if found.assumed:
+        row.extra["assumed"] = [*found.assumed]
+    return row

@@ -71,11 +71,12 @@ def arguments_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
     if function.__name__ == "diverge":  # the options of the model are arguments, too
         every |= parameters(Model)
     fields: list[tuple[str, Any, Any]] = []
-    for name, one in every.items():
-        if HIDDEN not in extras(one):
-            meaning = msgspec.Meta(description=extras(one)[-1].help)
-            default = msgspec.NODEFAULT if one.default is one.empty else one.default
-            fields.append((name, Annotated[one.annotation, meaning], default))
+    for name, parameter in every.items():
+        if HIDDEN not in extras(parameter):
+            meaning = msgspec.Meta(description=extras(parameter)[-1].help)
+            has_default = parameter.default is not parameter.empty
+            default = parameter.default if has_default else msgspec.NODEFAULT
+            fields.append((name, Annotated[parameter.annotation, meaning], default))
     return msgspec.defstruct(function.__name__, fields, kw_only=True, forbid_unknown_fields=True)
 
 
@@ -85,9 +86,10 @@ async def _list(_: ServerRequestContext, __: PaginatedRequestParams | None) -> L
         (schema,), components = msgspec.json.schema_components(
             [arguments_of(function)], schema_hook=lambda _: {"type": "string"}
         )
-        schema = components[schema["$ref"].rpartition("/")[2]]
+        schema = components.pop(schema["$ref"].rpartition("/")[2])
+        schema = {"type": "object", **schema, "$defs": components}
         text = inspect.cleandoc((function.__doc__ or "").partition("\n    Args:\n")[0])
-        tools.append(Tool(name=name, description=text, input_schema={"type": "object", **schema}))
+        tools.append(Tool(name=name, description=text, input_schema=schema))
     return ListToolsResult(tools=tools)
 
 
@@ -113,18 +115,18 @@ async def _call(context: ServerRequestContext, asked: CallToolRequestParams) -> 
 
 
 def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are given, converted; raises ToolError for one that is wrong."""
+    """Return a call's arguments, converted; raises ToolError for a wrong argument."""
     try:
-        found = msgspec.convert(
+        given = msgspec.convert(
             arguments, arguments_of(function), dec_hook=lambda kind, value: kind(value)
         )
     except msgspec.ValidationError as error:
         raise ToolError(str(error)) from error
-    return msgspec.structs.asdict(found)
+    return msgspec.structs.asdict(given)
 
 
 async def _diverge(given: dict[str, Any]) -> Any:
-    """Run the command: model and kernels run in a process of their own."""
+    """Run the command in a process of its own, because the model and the kernels share it."""
     names = [given.pop("a"), given.pop("b")]
     options = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")

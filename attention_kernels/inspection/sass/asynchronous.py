@@ -1,8 +1,8 @@
 """Execute what warps do at their own pace: mbarriers, tiles copied by TMA, numbered barriers.
 
-A copy is complete as soon as it is asked for. A thread that tests a phase waits until it is
-complete, so each test is executed once, whatever it took. Which arrivals and copies make up each
-phase is recorded; multiprocessor.py gives them their times.
+Copies complete at once. A thread that tests a phase waits until the phase is complete, so each test
+is executed only once. The arrivals and copies that complete a phase are recorded;
+multiprocessor.py times them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ import struct
 
 import numpy as np
 
-from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
 from attention_kernels.inspection.sass.state import LOW, Blocks, Event, Mbarrier, Numbered
 
-# The constant at 0x198 is the address of constant bank 0 from 0x210 on, where nvcc's code looks for
-# tensor maps. Here it is far from all tensors.
-_BANK_POINTER, _BANK_BEGIN, _BANK_ADDRESS = 0x198, 0x210, 64 << 40
+# Code addresses constant bank 0 from an offset on like memory, to find tensor maps. Here that
+# address is far from all tensors.
+BANK_BEGIN, BANK_ADDRESS = 0x210, 64 << 40
 # The emulator's tensor map, see csrc/emulator/in_flight.h: address, sizes, strides in bytes, box,
 # bytes of an element, swizzle.
 _MAP = struct.Struct("<Q4q4q4iii")
-
-
-def with_bank_pointer(constants: bytes) -> bytes:
-    """Return constant bank 0 with its own address in it."""
-    pointer = _BANK_ADDRESS.to_bytes(8, "little")
-    return constants[:_BANK_POINTER] + pointer + constants[_BANK_POINTER + 8 :]
 
 
 def is_test(one: Instruction) -> bool:
@@ -40,7 +34,7 @@ def is_numbered(one: Instruction) -> bool:
 
 
 def hold(blocks: Blocks, one: Instruction) -> bool:
-    """Make the lanes wait whose phase is not complete, and return whether there are any."""
+    """Make lanes wait whose phase is not complete; return whether any do."""
     found = False
     for warp, lane in _warps(blocks):
         barrier, _ = _mbarrier(blocks, one, lane)
@@ -107,7 +101,7 @@ def _box(blocks: Blocks, one: Instruction, lane: int) -> tuple[int, list[tuple[i
     at = [int(blocks.read(name)[lane]) for name in registers[2:]]
     at = [(x ^ 1 << 31) - (1 << 31) for x in at] + [0] * (4 - dimensions)
     pointer = int(blocks.read64(one.operands[1].strip("[]"))[lane])
-    begin = pointer - _BANK_ADDRESS + _BANK_BEGIN
+    begin = pointer - BANK_ADDRESS + BANK_BEGIN
     if not 0 <= begin <= len(blocks.constants) - _MAP.size:
         raise SassError(f"the tensor map of {one.name} is not a parameter of the kernel")
     tensor, *words = _MAP.unpack_from(blocks.constants, begin)
@@ -172,7 +166,10 @@ def elect(blocks: Blocks, one: Instruction) -> None:
 
 
 def _contributions(blocks: Blocks) -> tuple[dict[int, Event], dict[int, Event]]:
-    """Return what warps contribute to and wait for in the last instruction, to be filled."""
+    """Return the events of the last instruction, to be filled in by warp.
+
+    First those to which warps contribute, then those for which they wait.
+    """
     signals: dict[int, Event] = {}
     awaits: dict[int, Event] = {}
     blocks.issued[-1].signals, blocks.issued[-1].awaits = signals, awaits
@@ -203,7 +200,7 @@ def _at(blocks: Blocks, one: Instruction, place: tuple[int, int]) -> Mbarrier:
 
 
 def _complete(blocks: Blocks, place: tuple[int, int]) -> None:
-    """Go on to the next phase if nothing is missing in this one."""
+    """Start the next phase if the current one is complete."""
     barrier = blocks.mbarriers[place]
     if barrier.left == 0 and barrier.bytes == 0:
         barrier.left = barrier.arrivals

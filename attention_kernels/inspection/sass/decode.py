@@ -1,4 +1,4 @@
-"""Parse a kernel's machine code (SASS), as cuobjdump prints it.
+"""Read the kernels of a cubin: their machine code (SASS), registers and shared memory.
 
 execute.py executes the instructions, multiprocessor.py times them. NVIDIA publishes their names
 but not their exact meaning (CUDA Binary Utilities, "Instruction Set Reference").
@@ -7,10 +7,18 @@ but not their exact meaning (CUDA Binary Utilities, "Instruction Set Reference")
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 import re
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from attention_kernels.errors import AttentionError
+from attention_kernels.inspection.resources import reserved_first
+from attention_kernels.inspection.sass.gpus import GpuModel
+from attention_kernels.ladder import compilers
+from attention_kernels.ladder.compilers import BuildError
 
 IS_PREDICATE = re.compile(r"!?U?P(\d|T)")
 _LINE = re.compile(
@@ -23,6 +31,13 @@ _SIZES = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
 
 class SassError(AttentionError, RuntimeError):
     """A kernel's machine code has an unknown instruction or operand."""
+
+
+class BinaryError(AttentionError, ValueError):
+    """A file has no such kernel for the GPU, or the arguments do not fit the kernel."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,16 @@ class Instruction:
         return next((size for part, size in _SIZES.items() if part in self.modifiers), 4)
 
     @functools.cached_property
+    def product(self) -> tuple[int, int]:
+        """The FLOP of a product of a warpgroup (HGMMA), and the wavefronts of its operands.
+
+        B is in shared memory, and A may be. Each is read once, for all four warps.
+        """
+        m, n, k = map(int, self.modifiers[0].split("x"))
+        rows = n + (m if self.operands[1].startswith("gdesc") else 0)
+        return 2 * m * n * k, rows * k * 2 // 128
+
+    @functools.cached_property
     def loaded(self) -> list[str]:
         """The registers that a load writes."""
         found = [x for x in self.operands if re.fullmatch(r"R\d+", x)]
@@ -91,6 +116,56 @@ def consecutive(register: str, count: int) -> list[str]:
     if number == "Z":
         return [register] * count
     return [f"{file}R{int(number) + i}" for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The kernels of a cubin, by mangled name."""
+
+    path: Path
+    """Their source, or the binary that contains them."""
+    label: str
+    """Their name in tables."""
+    gpu: GpuModel
+    code: dict[str, list[Instruction]]
+    needs: dict[str, tuple[int, int]]
+    """Each kernel's registers per thread, and its bytes of static shared memory."""
+    heads_first: bool = False
+    """Whether the first of several axes of the grid counts heads, whose blocks are alike."""
+
+
+def read_cubin(
+    cubin: Path, path: Path, label: str, gpu: GpuModel, *, heads_first: bool = False
+) -> Program:
+    """Read all kernels of a cubin made from the file `path`.
+
+    Raises BinaryError if its code is for other GPUs, and BuildError if cuobjdump fails.
+    """
+    cuobjdump = find_disassembler("cuobjdump")
+    listed = compilers.output_of([cuobjdump, "-sass", str(cubin)])
+    arch = re.search(r"code for sm_(\d+)", listed)
+    # A GPU runs code for its own major compute capability up to its own.
+    if arch and (arch[1][:-1] != gpu.arch[:-1] or int(arch[1]) > int(gpu.arch)):
+        reason = f"its machine code is for sm_{arch[1]}, and {gpu.name} is sm_{gpu.arch}"
+        raise BinaryError(path.name, reason)
+    usage = compilers.output_of([cuobjdump, "-res-usage", str(cubin)])
+    found = re.findall(r"Function (\S+):\s+REG:(\d+).*?SHARED:(\d+)", usage)
+    reserved = reserved_first(gpu.arch)
+    needs = {name: (int(count), max(0, int(size) - reserved)) for name, count, size in found}
+    return Program(path, label, gpu, parse(listed), needs, heads_first)
+
+
+def find_disassembler(program: str) -> str:
+    """Find a program next to nvcc, on PATH or in Triton's package, or raise BuildError."""
+    folders = [str(compilers.cuda_root(nvcc) / "bin")] if (nvcc := compilers.find_nvcc()) else []
+    folders.append(os.environ.get("PATH", ""))
+    triton = importlib.util.find_spec("triton")
+    for folder in (triton.submodule_search_locations or ()) if triton else ():
+        folders.append(f"{folder}/backends/nvidia/bin")
+    found = shutil.which(program, path=os.pathsep.join(folders))
+    if found is None:
+        raise BuildError(f"needs {program}, from the CUDA toolkit or the triton package")
+    return found
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:

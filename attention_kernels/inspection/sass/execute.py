@@ -2,8 +2,8 @@
 
 All threads of the blocks run in parallel, those at the lowest address first, so lanes that have
 left a loop wait behind it for the others. Loaded values and floating-point results are zero, so
-control flow that depends on data is not followed. test_execute.py shows that instructions are
-understood correctly, and the counts equal the profiler's.
+control flow that depends on data is not followed. test_execute.py compares results with g++'s, and
+test_predict.py compares counts with the profiler's.
 """
 
 from __future__ import annotations
@@ -15,20 +15,42 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from attention_kernels.inspection.launches import WARP
-from attention_kernels.inspection.sass import asynchronous
-from attention_kernels.inspection.sass.decode import (
-    IS_PREDICATE,
-    Instruction,
-    SassError,
-    consecutive,
-)
+from attention_kernels.inspection.resources import WARP, Launch, Triple
+from attention_kernels.inspection.sass import asynchronous, decode
+from attention_kernels.inspection.sass.decode import IS_PREDICATE, Instruction, Program, SassError
 from attention_kernels.inspection.sass.state import LOW, Blocks, Issue, Mask, Values
 
+_MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _INSTRUCTION_BYTES = 16
+# Offset of the parameters in constant bank 0, by compute capability.
+_PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
+_BANK_POINTER = 0x198  # the offset of the bank's own address
+_MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
 _CONTROL = ("BRA", "CALL", "RET", "EXIT", "BAR")
 
 # ---- Control flow --------------------------------------------------------------------------------
+
+
+def run_blocks(program: Program, launch: Launch, indices: Sequence[Triple]) -> Blocks:
+    """Execute some blocks of a launch."""
+    dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
+    base = _PARAMETERS[program.gpu.arch]
+    if "CUtensorMap" in launch.symbol:
+        base = -(-base // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    constants = with_bank_pointer(dimensions.ljust(base, b"\0") + launch.parameters)
+    words = dict(launch.words)
+    blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices, words)
+    run(blocks, _MAX_ISSUED)
+    return blocks
+
+
+def with_bank_pointer(constants: bytes) -> bytes:
+    """Return constant bank 0 with the address of its part from BANK_BEGIN on.
+
+    There nvcc's code looks for tensor maps.
+    """
+    pointer = asynchronous.BANK_ADDRESS.to_bytes(8, "little")
+    return constants[:_BANK_POINTER] + pointer + constants[_BANK_POINTER + 8 :]
 
 
 def run(blocks: Blocks, max_issued: int) -> None:
@@ -62,7 +84,7 @@ def run(blocks: Blocks, max_issued: int) -> None:
             blocks.issued.append(Issue(pc, here.reshape(-1, WARP).any(1)))
             pc += 1
             if operation and blocks.mask.any():
-                operation(blocks, one)
+                _apply(operation, blocks, one)
             if one.base in _CONTROL:
                 where[here] = pc
                 if one.base == "EXIT":
@@ -80,6 +102,12 @@ def run(blocks: Blocks, max_issued: int) -> None:
             raise SassError(f"a block executes more than {max_issued} instructions")
 
 
+def _apply(operation: Operation, blocks: Blocks, one: Instruction) -> None:
+    value = operation(blocks, one)
+    if value is not None:
+        blocks.write(one.operands[0], value)
+
+
 def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:
     """Return the waiting lanes of the blocks of which no thread waits for anything else."""
     lanes = blocks.warps * WARP
@@ -92,7 +120,7 @@ def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:
 def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
     """Return the lanes that take the branch, of those that have reached it."""
     taken = blocks.mask
-    if "ANY" in one.modifiers:  # all lanes of a warp of which one does
+    if "ANY" in one.modifiers:  # all lanes of a warp in which any lane does
         return here & np.repeat(taken.reshape(-1, WARP).any(1), WARP)
     if "DIV" in one.modifiers:  # only a diverged warp takes this branch
         return np.zeros_like(taken)
@@ -151,7 +179,7 @@ def _local_access(blocks: Blocks, one: Instruction) -> None:
         return
     first = int(found[1] or "0", 16)
     stored = one.operands[-1] if one.base == "STL" else "RZ"
-    for i, register in enumerate(one.loaded or consecutive(stored, one.size // 4)):
+    for i, register in enumerate(one.loaded or decode.consecutive(stored, one.size // 4)):
         kept = blocks.spilled.get(first + 4 * i, blocks.read("RZ"))
         if one.base == "STL":
             kept = np.where(blocks.mask, blocks.read(register), kept)
@@ -179,7 +207,7 @@ def _carry_in(blocks: Blocks, one: Instruction) -> Values | int:
     return sum(blocks.predicate(x).astype(int) for x in one.split[2]) if "X" in one.modifiers else 0
 
 
-def _add(blocks: Blocks, one: Instruction) -> None:
+def _add(blocks: Blocks, one: Instruction) -> Values:
     """Execute IADD3 and VIADD: up to three terms, carries out and, with .X, carries in."""
     carried, sources, _ = one.split
     total = np.zeros(blocks.lanes, np.int64)
@@ -187,28 +215,27 @@ def _add(blocks: Blocks, one: Instruction) -> None:
         is_negative = x[0] == "-" and x[1] in "RUc"  # subtracting 0 produces a carry
         total += (blocks.read(x[1:]) ^ LOW) + 1 if is_negative else blocks.read(x)
     total += _carry_in(blocks, one)
-    blocks.write(one.operands[0], total)
     for limit, name in enumerate(carried, 1):
         blocks.write_predicate(name, total >> 32 >= limit)
+    return total
 
 
-def _multiply_add(blocks: Blocks, one: Instruction) -> None:
+def _multiply_add(blocks: Blocks, one: Instruction) -> Values | None:
     carried, (x, y, z), _ = one.split
     a, b = blocks.read(x), blocks.read(y)
     if "WIDE" not in one.modifiers and "HI" not in one.modifiers:
-        blocks.write(one.operands[0], a * b + blocks.read(z) + _carry_in(blocks, one))
-        return
+        return a * b + blocks.read(z) + _carry_in(blocks, one)
     product = a * b if "U32" in one.modifiers else _signed(a) * _signed(b)
-    total = product + blocks.read64(z)
-    if "HI" in one.modifiers:
-        blocks.write(one.operands[0], total >> 32)
-    else:
-        blocks.write64(one.operands[0], total)
+    total: Values = product + blocks.read64(z)
     for name in carried[:1]:
         blocks.write_predicate(name, total.astype(np.uint64) < product.astype(np.uint64))
+    if "HI" in one.modifiers:
+        return total >> 32
+    blocks.write64(one.operands[0], total)
+    return None
 
 
-def _shift_add(blocks: Blocks, one: Instruction) -> None:
+def _shift_add(blocks: Blocks, one: Instruction) -> Values:
     """Execute LEA: (a << s) + b; with .HI the upper word of (c:a) << s, plus b."""
     carried, sources, _ = one.split
     a, shift = blocks.read(sources[0]), int(sources[-1], 16) & 31
@@ -221,9 +248,9 @@ def _shift_add(blocks: Blocks, one: Instruction) -> None:
             upper = blocks.read(sources[2])
         term = (a | upper << 32) << shift >> 32
     total = (term & LOW) + blocks.read(sources[1]) + _carry_in(blocks, one)
-    blocks.write(one.operands[0], total)
     for name in carried[:1]:
         blocks.write_predicate(name, total > LOW)
+    return total
 
 
 def _shift(blocks: Blocks, one: Instruction) -> Values:
@@ -416,10 +443,10 @@ def _unknown(blocks: Blocks, one: Instruction) -> None:
     _zero(blocks, one)
 
 
-def _two_halves(blocks: Blocks, one: Instruction) -> None:
+def _two_halves(blocks: Blocks, one: Instruction) -> int:
     """Execute HFMA2 -RZ, RZ, which loads a constant."""
     high, low = (np.float16(x.replace("QNAN", "nan")).view(np.uint16) for x in one.operands[3:])
-    blocks.write(one.operands[0], int(high) << 16 | int(low))
+    return int(high) << 16 | int(low)
 
 
 def _to_float(blocks: Blocks, one: Instruction) -> Values:
@@ -452,40 +479,37 @@ def _reciprocal(blocks: Blocks, one: Instruction) -> Values:
 
 # ---- What each instruction does ------------------------------------------------------------------
 
-Operation: TypeAlias = Callable[[Blocks, Instruction], None]
+Operation: TypeAlias = Callable[[Blocks, Instruction], Values | int | None]
+"""Executes an instruction; a value that it returns is written to the first operand."""
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
     "BPT", "KILL", "CGAERRBAR", *_CONTROL[:-1],
 }  # fmt: skip
-# Instructions that write a value to their first operand.
-_VALUES: dict[str, Callable[[Blocks, Instruction], Values | int]] = {
-    "SEL": _select, "FSEL": _select,
-    "SGXT": _extend, "IMNMX": _minimum, "VIMNMX": _minimum, "VIADDMNMX": _minimum,
-    "SHF": _shift, "PRMT": _permute, "R2UR": _to_uniform, "P2R": _predicates_to_register,
-    "I2F": _to_float, "I2FP": _to_float,
-    "MOV": lambda blocks, one: blocks.read(one.operands[1]),
-    "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
-    "POPC": lambda blocks, one: sum(blocks.read(one.operands[1]) >> i & 1 for i in range(32)),
-    "S2R": lambda blocks, one: blocks.special.get(one.operands[1], 0),
-}  # fmt: skip
-_VALUES |= {"MOV32I": _VALUES["MOV"], "S2UR": _VALUES["S2R"]}
 _OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys(("LDS", "STS", "LDSM", "STSM", "ATOMS"), _shared_access),
     **dict.fromkeys(("LDG", "STG", "LD", "ST", "LDGSTS", "ATOM", "ATOMG", "RED", "REDG"),
                     _global_access),
-    "LDL": _local_access, "STL": _local_access, "LDC": _load_constant, "LDCU": _load_constant,
-    "IADD": _add, "IADD3": _add, "VIADD": _add, "IMAD": _multiply_add, "LEA": _shift_add,
-    "LOP3": _logic, "PLOP3": _predicate_logic, "ISETP": _compare, "FSETP": _compare,
-    "F2I": _to_integer, "R2P": _register_to_predicates, "VOTE": _vote, "VOTEU": _vote,
-    "SHFL": _shuffle,
-    "BAR": asynchronous.barrier, "SYNCS": asynchronous.mbarrier, "ELECT": asynchronous.elect,
+    **dict.fromkeys(("LDL", "STL"), _local_access),
+    **dict.fromkeys(("LDC", "LDCU"), _load_constant),
+    **dict.fromkeys(("IADD", "IADD3", "VIADD"), _add),
+    **dict.fromkeys(("IMNMX", "VIMNMX", "VIADDMNMX"), _minimum),
+    **dict.fromkeys(("MOV", "MOV32I"), lambda blocks, one: blocks.read(one.operands[1])),
+    **dict.fromkeys(("S2R", "S2UR"), lambda blocks, one: blocks.special.get(one.operands[1], 0)),
+    **dict.fromkeys(("SEL", "FSEL"), _select),
+    **dict.fromkeys(("ISETP", "FSETP"), _compare),
+    **dict.fromkeys(("I2F", "I2FP"), _to_float),
+    **dict.fromkeys(("VOTE", "VOTEU"), _vote),
     **dict.fromkeys(("UTMALDG", "UBLKCP"), asynchronous.copy_tile),
+    "IMAD": _multiply_add, "LEA": _shift_add, "SHF": _shift, "SGXT": _extend, "PRMT": _permute,
+    "LOP3": _logic, "PLOP3": _predicate_logic, "F2I": _to_integer, "SHFL": _shuffle,
+    "P2R": _predicates_to_register, "R2P": _register_to_predicates, "R2UR": _to_uniform,
+    "BAR": asynchronous.barrier, "SYNCS": asynchronous.mbarrier, "ELECT": asynchronous.elect,
     "USETMAXREG": asynchronous.move_registers,
+    "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
+    "POPC": lambda blocks, one: sum(blocks.read(one.operands[1]) >> i & 1 for i in range(32)),
     "FCHK": lambda blocks, one: blocks.write_predicate(one.operands[0], False),
 }  # fmt: skip
-
-
 _DOUBLE = re.compile(r"D(ADD|MUL|FMA|MNMX|SETP|MMA)")
 _UNKNOWN_BRANCH = re.compile(r"BRXU?|JMPU?|JMXU?|RPCMOV")
 
@@ -493,7 +517,7 @@ _UNKNOWN_BRANCH = re.compile(r"BRXU?|JMPU?|JMXU?|RPCMOV")
 def assumed(code: Sequence[Instruction]) -> list[str]:
     """Return the names of the instructions that are timed as integer arithmetic for lack of data.
 
-    Those are double precision, and whatever is unknown.
+    Those are double precision, and unknown instructions.
     """
     found = {one.name for one in code if _operation(one) is _unknown}
     return sorted(found | {one.name for one in code if _DOUBLE.fullmatch(one.base)})
@@ -506,17 +530,9 @@ def _operation(one: Instruction) -> Operation | None:
     if base == "HFMA2" and one.operands[1:3] == ("-RZ", "RZ"):
         return _two_halves
     if base == "MUFU" and "RCP" in one.modifiers:
-        return _writer(_reciprocal)
+        return _reciprocal
     if _FLOATING.fullmatch(base):
         return _zero
-    name = base if base in _OPERATIONS or base in _VALUES else base.removeprefix("U")
-    if name in _VALUES:
-        return _writer(_VALUES[name])
     if _UNKNOWN_BRANCH.fullmatch(base):
         raise SassError(f"cannot follow the branch {one.name}")
-    return _OPERATIONS.get(name, _unknown)
-
-
-def _writer(value: Callable[[Blocks, Instruction], Values | int]) -> Operation:
-    """Return an operation that writes a value to the first operand."""
-    return lambda blocks, one: blocks.write(one.operands[0], value(blocks, one))
+    return _OPERATIONS.get(base) or _OPERATIONS.get(base.removeprefix("U"), _unknown)

@@ -10,13 +10,13 @@ import bisect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
-from attention_kernels.inspection.sass import stalls
-from attention_kernels.inspection.sass.program import Program, find_disassembler
-from attention_kernels.inspection.sass.stalls import Stall, StalledInstruction, StalledLine, Stalls
-from attention_kernels.inspection.sass.timing import LaunchModel
+from attention_kernels.inspection.resources import Launch
+from attention_kernels.inspection.sass.decode import Program, find_disassembler
+from attention_kernels.inspection.sass.multiprocessor import BARRIER, EXITED, SELECTED, Stall
 from attention_kernels.ladder import compilers
 
 _LEAST = 0.001  # share of the call's stalls from which an instruction is listed
@@ -28,11 +28,63 @@ _PART = re.compile(
 )
 Chain: TypeAlias = tuple[int, ...]
 """The lines of an instruction: the kernel's own, then those of functions inlined into it."""
-_Key = TypeVar("_Key")
+
+
+class StalledInstruction(NamedTuple):
+    """The stalls of one machine instruction."""
+
+    kernel: int
+    """Its kernel's index in Stalls.kernels."""
+    address: int
+    """Its offset in the kernel in bytes."""
+    text: str
+    share: float
+    """Share of the call's stall cycles."""
+    reason: str
+    """The main reason."""
+
+
+@dataclass(frozen=True)
+class StalledLine:
+    """The stalls of one source line; line 0 has the instructions without a line."""
+
+    line: int
+    share: float
+    """Share of the call's stall cycles."""
+    reasons: dict[str, float]
+    """Shares of the line's stalls, the largest first."""
+    through: list[int]
+    """The inlined lines that stall most, if the line calls a function."""
+    waits_for: dict[int, float]
+    """Shares of the line's stalls, by the line whose result is awaited."""
+    instructions: list[StalledInstruction]
+    """The instructions that stall most, in order."""
+    others: int
+    """Number of the line's other instructions that stall."""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Why a call's warps do not issue, by source line."""
+
+    gpu: str
+    time_us: float
+    issuing: float
+    """Share of the warps' cycles in which they issue; they stall in the others."""
+    reasons: dict[str, float]
+    """Shares of the stall cycles by reason, the largest first."""
+    kernels: list[str]
+    lines: list[StalledLine]
+    """Lines with stalls, the worst first."""
+
+    def us(self, share: float) -> float:
+        """Return the part of the predicted time that warps spend in a share of the stalls."""
+        return share * (1 - self.issuing) * self.time_us
 
 
 class _Place(NamedTuple):
-    """A kind of stall at one instruction, and its share of the call's cycles."""
+    """A kind of stall at one instruction."""
 
     kernel: int
     address: int
@@ -40,13 +92,13 @@ class _Place(NamedTuple):
     chain: Chain
     reason: str
     awaited: int | None
-    share: float
+    """The line whose result is awaited."""
 
 
 def explain(
     program: Program,
     cubin: Path,
-    launches: Sequence[tuple[LaunchModel, float, dict[Stall, float]]],
+    launches: Sequence[tuple[Launch, float, dict[Stall, float]]],
     time_us: float,
 ) -> Stalls:
     """Explain the launches of a call. cubin: has a line table, or all lines are 0.
@@ -54,77 +106,77 @@ def explain(
     launches: each with its part of the time and the warp-cycles by stall.
     """
     table = _line_table(cubin)
-    kernels = list(dict.fromkeys(model.launch.kernel for model, *_ in launches))
-    places: list[_Place] = []
+    kernels = list(dict.fromkeys(launch.kernel for launch, *_ in launches))
+    places: defaultdict[_Place, float] = defaultdict(float)
     text: list[str] = []
-    for model, weight, cycles in launches:
-        frames = table.get(model.launch.symbol, [])
-        if len(frames) != len(model.code):
-            differ = f"nvdisasm and cuobjdump differ in the code of {model.launch.symbol}"
+    for launch, weight, cycles in launches:
+        frames, code = table.get(launch.symbol, []), program.code[launch.symbol]
+        if len(frames) != len(code):
+            differ = f"nvdisasm and cuobjdump differ in the code of {launch.symbol}"
             raise compilers.BuildError(differ)
         # The cached machine code may name the same file in another checkout.
         path = next((Path(lines[0][0]) for lines in frames if lines), Path())
         path = program.path if path.name == program.path.name else path
         text = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
-        waits = (x for x in sorted(cycles, key=cycles.__getitem__) if x.reason != stalls.BARRIER)
+        waits = (x for x in sorted(cycles, key=cycles.__getitem__) if x.reason != BARRIER)
         chains = mended(own_lines(frames, path.name), waits, text)
-        counted = {stall: n for stall, n in cycles.items() if stall.reason != stalls.EXITED}
+        counted = {stall: n for stall, n in cycles.items() if stall.reason != EXITED}
         scale = weight / (sum(counted.values()) or 1.0)
         for (at, reason, cause), n in counted.items():
-            one = model.code[at]
+            one = code[at]
             words = f"@{one.guard} " * bool(one.guard) + f"{one.name} {', '.join(one.operands)}"
-            kernel, own = kernels.index(model.launch.kernel), chains[at] or (0,)
+            kernel, chain = kernels.index(launch.kernel), chains[at] or (0,)
             awaited = None if cause == at else (chains[cause] or (0,))[0]
-            place = kernel, 16 * at, words.strip(), own, reason, awaited, n * scale
-            places.append(_Place(*place))
-    whole = sum(place.share for place in places) or 1.0
-    stalled = [place for place in places if place.reason != stalls.SELECTED]
-    total = sum(place.share for place in stalled) or 1.0
-    stalled = [place._replace(share=place.share / total) for place in stalled]
-    by_line: defaultdict[int, list[_Place]] = defaultdict(list)
-    for place in stalled:
-        by_line[place.chain[0]].append(place)
+            places[_Place(kernel, 16 * at, words.strip(), chain, reason, awaited)] += n * scale
+    whole = sum(places.values()) or 1.0
+    stalled = {place: n for place, n in places.items() if place.reason != SELECTED}
+    total = sum(stalled.values()) or 1.0
+    by_line: defaultdict[int, dict[_Place, float]] = defaultdict(dict)
+    for place, n in stalled.items():
+        by_line[place.chain[0]][place] = n / total
     lines = [_line(line, mine, text) for line, mine in by_line.items()]
     return Stalls(
-        model.gpu.name,
+        program.gpu.name,
         round(time_us, 3),
         round(1 - total / whole, 5),
-        _shares((place.reason, place.share) for place in stalled),
+        _shares(stalled, "reason", total),
         kernels,
         sorted((line for line in lines if line.share > 0), key=lambda line: -line.share),
     )
 
 
-def _line(line: int, places: Sequence[_Place], text: Sequence[str]) -> StalledLine:
-    share = sum(place.share for place in places)
-    through = next(iter(_shares((place.chain, place.share) for place in places)))
-    parts = [place._replace(share=place.share / (share or 1.0)) for place in places]
-    awaited = ((place.awaited, place.share) for place in parts if place.awaited is not None)
-    by_instruction: defaultdict[tuple[int, int, str], list[_Place]] = defaultdict(list)
-    for place in places:
-        by_instruction[place[:3]].append(place)
+def _line(line: int, places: dict[_Place, float], text: Sequence[str]) -> StalledLine:
+    share = sum(places.values())
+    through, *_ = _shares(places, "chain")
+    awaited = _shares(places, "awaited", share or 1.0, _LEAST_PART)
+    awaited.pop(None, None)
+    by_instruction: defaultdict[tuple[int, int, str], dict[_Place, float]] = defaultdict(dict)
+    for place, n in places.items():
+        by_instruction[place[:3]][place] = n
     instructions = []
     for one, mine in sorted(by_instruction.items()):
-        reasons = _shares((place.reason, place.share) for place in mine)
-        if (total := sum(place.share for place in mine)) >= _LEAST:
-            instructions.append(StalledInstruction(*one, round(total, 5), next(iter(reasons))))
+        main, *_ = _shares(mine, "reason")
+        if (total := sum(mine.values())) >= _LEAST:
+            instructions.append(StalledInstruction(*one, round(total, 5), main))
     return StalledLine(
         line,
         round(share, 5),
-        _shares(((place.reason, place.share) for place in parts), _LEAST_PART),
+        _shares(places, "reason", share or 1.0, _LEAST_PART),
         [*through[1:]],
-        _shares(awaited, _LEAST_PART),
+        awaited,
         instructions,
         len(by_instruction) - len(instructions),
         text[line - 1].strip() if 0 < line <= len(text) else "",
     )
 
 
-def _shares(found: Iterable[tuple[_Key, float]], least: float = 0.0) -> dict[_Key, float]:
-    """Add up shares by key; return the largest first, without those that are too small."""
-    total: defaultdict[_Key, float] = defaultdict(float)
-    for key, share in found:
-        total[key] += share
+def _shares(
+    places: dict[_Place, float], name: str, whole: float = 1.0, least: float = 0.0
+) -> dict[Any, float]:
+    """Add up shares of a whole by a field of the places: the largest first, without small ones."""
+    total: defaultdict[Any, float] = defaultdict(float)
+    for place, n in places.items():
+        total[getattr(place, name)] += n / whole
     ordered = sorted(total.items(), key=lambda item: -item[1])
     return {key: round(share, 5) for key, share in ordered if share >= least}
 
@@ -168,13 +220,12 @@ def own_lines(instructions: Iterable[Iterable[tuple[str, int]]], name: str) -> l
         tuple(line for file, line in frames if Path(file).name == name) for frames in instructions
     ]
     first = found[0][0] if found and found[0] else 0
-    return [_from_kernel(lines, first) for lines in found]
-
-
-def _from_kernel(lines: Chain, first: int) -> Chain:
-    while len(lines) > 1 and lines[1] >= first > 0:
-        lines = lines[1:]
-    return lines
+    for at, lines in enumerate(found):
+        inner = lines
+        while len(inner) > 1 and inner[1] >= first > 0:
+            inner = inner[1:]
+        found[at] = inner
+    return found
 
 
 def mended(chains: Sequence[Chain], waits: Iterable[Stall], text: Sequence[str]) -> list[Chain]:

@@ -1,29 +1,29 @@
-"""A model of one multiprocessor: the cycles in which it executes the warps of some blocks.
+"""Simulate one multiprocessor: the cycles in which it executes the warps of some blocks.
 
-It issues the instructions that execute.py records, cycle by cycle, with the stalls and scoreboards
+It issues the instructions that execute.py recorded, cycle by cycle, with the stalls and scoreboards
 that nvcc encoded in them. docs/prediction.md says what is left out.
+
+It can also record in every cycle why each warp does not issue. The reasons are Nsight Compute's
+(`smsp__pcsamp_warps_issue_stalled_*`). As in its samples, a stall belongs to the instruction that
+the warp issues next: a warp at a barrier stalls at the instruction behind it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
-import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
-from attention_kernels.inspection.launches import WARP
-from attention_kernels.inspection.sass import stalls
+from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.asynchronous import is_numbered
 from attention_kernels.inspection.sass.decode import Instruction
-from attention_kernels.inspection.sass.events import Events, Pending, events_of
-from attention_kernels.inspection.sass.gpus import GpuModel
-from attention_kernels.inspection.sass.stalls import Watch
-from attention_kernels.inspection.sass.state import STORES, WARPGROUP, Blocks
+from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
+from attention_kernels.inspection.sass.state import STORES, Event
+from attention_kernels.inspection.sass.work import Issued, Work, pipe_of
 
 # Latencies in cycles, as scripts/probe.cu measured them on an H200; that of constants is an
 # estimate.
@@ -43,405 +43,466 @@ _PORT = {"shared": 2.0, "shuffle": 4.0}
 # 32 KB, 1.14 if it is half a percent longer, as with four lines in a set, and 2.22 at 64 KB.
 _LINE, _SETS, _WAYS, _FETCH = 8, 64, 4, 10.8
 _QUEUE = 40  # warps wait while this many wavefronts are outstanding
-SCHEDULERS = 4
-SECTOR, WAVEFRONT = 32, 128  # bytes
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
-
-
-Issued: TypeAlias = tuple[int, int, int, int]
-"""An instruction of a warp: index, wavefronts, lines, sectors that go to L2."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """The instructions and the memory traffic of one block's warps."""
-
-    warps: list[list[Issued]]
-    """The instructions of each warp."""
-    parts: list[list[int]]
-    """Position of each warp after 0, 1, ... 7 eighths of the block's instructions."""
-    counts: Counter[str]
-    """Instructions in total and by pipe, wavefronts, lines and misses; of products of warpgroups
-    the FLOP and the wavefronts of their operands."""
-    events: Events = field(default_factory=Events)
-
-    @property
-    def instructions(self) -> int:
-        """Instructions executed by all warps."""
-        return self.counts["issue"]
-
-
-PIPES = {
-    "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
-    "multiply": ("IMAD",),
-    "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
-    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS"),
-    "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG", "LDL", "STL"),
-    "shuffle": ("SHFL",),
-    "tensor": ("HMMA", "IMMA"),
-    "warpgroup": ("HGMMA",),
-    "tile": ("UTMALDG", "UBLKCP"),
-    "constant": ("LDC", "ULDC", "S2R"),
-    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR",
-                "WARPGROUP", "USETMAXREG", "ELECT"),
-}  # fmt: skip
 _LOAD_STORE = ("shared", "global", "shuffle")
 _SLOW = ("special", "constant")  # queued with the requests to memory
-_PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
-_WAVEFRONTS = {
-    "STS": "stores", "STSM": "stores", "LDGSTS": "copies", "UTMALDG": "tiles", "UBLKCP": "tiles",
-}  # fmt: skip
-# Instructions that contribute to an event or wait for one.
-_EVENTFUL = ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "BAR", "WARPGROUP", "USETMAXREG")
-_UNIFORM = ("S2UR", "R2UR", "VOTEU")
+_MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
+_MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
+
+# ---- Stalls --------------------------------------------------------------------------------------
+
+SELECTED = "selected"
+NOT_SELECTED = "not selected"
+LONG, SHORT = "long scoreboard", "short scoreboard"
+MIO, LG = "MIO throttle", "LG throttle"
+MATH, DISPATCH = "math pipe throttle", "dispatch stall"
+WAIT, BRANCH, BARRIER = "wait", "branch resolving", "barrier"
+GMMA = "gmma"
+FETCH = "no instruction"
+EXITED = "exited"
+"""The warp has ended, but not yet the others: a profiler takes no sample of it."""
 
 
-def _pipe(one: Instruction) -> str:
-    if one.base in _PIPE_OF:
-        return _PIPE_OF[one.base]
-    return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
+# The reason why a warp waits after an instruction: for its fixed latency, or until others wake it.
+_AFTER = dict.fromkeys(("BRA", "BRX", "CALL", "RET", "JMP"), BRANCH)
+_AWAITING = {"SYNCS": LONG, "WARPGROUP": GMMA, "BAR": BARRIER}
 
 
-def product_of(one: Instruction) -> tuple[int, int]:
-    """Return the FLOP of a product of a warpgroup (HGMMA), and the wavefronts of its operands.
+class Stall(NamedTuple):
+    """What a warp waits for, and where."""
 
-    B is in shared memory, and A may be. Each is read once, for all four warps.
-    """
-    m, n, k = map(int, one.modifiers[0].split("x"))
-    rows = n + (m if one.operands[1].startswith("gdesc") else 0)
-    return 2 * m * n * k, rows * k * 2 // WAVEFRONT
-
-
-def counts_of(blocks: Blocks) -> list[Counter[str]]:
-    """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
-    code = blocks.code
-    shape = len(code), len(blocks.indices), blocks.warps
-    executed, *requests = arrays = np.zeros((4, *shape), np.int32)
-    for issue in blocks.issued:
-        counted = issue.warps, issue.wavefronts, issue.lines, issue.misses
-        for total, by_warp in zip(arrays, counted, strict=True):
-            if by_warp is not None:
-                total[issue.index] += by_warp.reshape(shape[1:])
-    found: list[Counter[str]] = [Counter() for _ in blocks.indices]
-    for index in np.flatnonzero(executed.any((1, 2))).tolist():
-        one = code[index]
-        names = "issue", _pipe(one), _WAVEFRONTS.get(one.base, "loads"), "lines", "misses"
-        for name, array in zip(names, (executed, executed, *requests), strict=True):
-            for counts, count in zip(found, array[index].sum(1).tolist(), strict=True):
-                counts[name] += count
-        if one.base == "HGMMA":
-            for name, per in zip(("products", "operands"), product_of(one), strict=True):
-                for counts, warps in zip(found, executed[index].sum(1).tolist(), strict=True):
-                    counts[name] += per * warps // WARPGROUP
-    return found
+    place: int
+    """Index of the instruction that is issued next."""
+    reason: str
+    cause: int
+    """Index of the instruction whose result is awaited, or of the barrier, otherwise `place`."""
 
 
-def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
-    """Return what the warps of block `number` of the emulated blocks execute."""
-    of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
-    issued = [issue for issue in blocks.issued if issue.warps[of_block].any()]
-    warps: list[list[Issued]] = [[] for _ in range(blocks.warps)]
-    parts: list[list[int]] = []
-    for at, issue in enumerate(issued):
-        if at >= len(issued) * len(parts) / 8:
-            parts.append([len(warp) for warp in warps])
-        wavefronts, lines, misses = (
-            [0] * blocks.warps if x is None else x[of_block].tolist()
-            for x in (issue.wavefronts, issue.lines, issue.misses)
-        )
-        for warp in np.flatnonzero(issue.warps[of_block]).tolist():
-            warps[warp].append((issue.index, wavefronts[warp], lines[warp], misses[warp]))
-    return Work(warps, parts, counts, events_of(blocks, number, issued))
+StallCycles: TypeAlias = defaultdict[Stall, float]
+"""Cycles of warps, summed by what the warps waited for."""
+
+# ---- The simulation ------------------------------------------------------------------------------
 
 
-class Fetch:
-    """The instruction caches of the schedulers, which drop the least recently used line."""
+class _Scheduler:
+    """A scheduler: its warps, its pipes, and its cache of instructions."""
 
-    def __init__(self, lines: Collection[int]) -> None:
-        """lines: those of all warps; if they fit, they are there from an earlier launch."""
-        self._fits = len(lines) <= _SETS * _WAYS
-        self._arrivals: list[defaultdict[int, dict[int, float]]] = [
-            defaultdict(dict) for _ in range(SCHEDULERS)
-        ]
-        self._free = [0.0] * SCHEDULERS  # when each has fetched its last line
+    def __init__(self, pipes: Iterable[str], has_all_lines: bool) -> None:
+        self.pending: list[tuple[float, int]] = []
+        """Warps that wait for results, with the times at which these are there: a heap."""
+        self.ready: list[int] = []
+        """Warps that wait for no result, in order."""
+        self.last = -1
+        """The warp that issued last."""
+        self.free = self.port = 0.0
+        """When it can issue, and when it has handed its last request to shared memory."""
+        self.pipes = dict.fromkeys(pipes, 0.0)
+        """When each pipe is free."""
+        self.banks = [0.0, 0.0]
+        """When the even and the odd registers of the last instructions have been read."""
+        self.has_all_lines = has_all_lines
+        """Whether all code fits into the cache, so that it is there from an earlier launch."""
+        self._lines: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        self._fetched = 0.0
 
-    def arrival(self, scheduler: int, line: int, asked: float) -> float:
-        """Return when a line that is asked for at a time is there."""
-        if self._fits:
+    def fetch(self, line: int, requested: float) -> float:
+        """Return when a requested line of code is in the cache.
+
+        The least recently used line of its set makes room.
+        """
+        if self.has_all_lines:
             return 0.0
-        lines = self._arrivals[scheduler][line % _SETS]
+        lines = self._lines[line % _SETS]
         when = lines.pop(line, None)
         if when is None:
-            when = self._free[scheduler] = max(self._free[scheduler], asked) + _FETCH
+            when = self._fetched = max(self._fetched, requested) + _FETCH
             if len(lines) == _WAYS:
                 del lines[next(iter(lines))]
         lines[line] = when  # now the last in the order
         return when
 
 
-def cycles_of(  # noqa: C901, PLR0912, PLR0915 - one loop over time, with what one instruction does
-    gpu: GpuModel,
-    code: Sequence[Instruction],
-    works: Sequence[Work],
-    miss_latency: float,
-    most: float = math.inf,
-    watch: Watch | None = None,
-) -> tuple[float, list[int]]:
-    """Return the cycles in which one multiprocessor executes some blocks, and how many instructions
-    each of them executes. watch: records why each warp does not issue, until all have ended.
+class _Block:
+    """A block: its warps at the barrier, and the events for which its warps wait."""
+
+    def __init__(self, work: Work, starts: Sequence[int]) -> None:
+        """starts: position of each warp's first instruction that is simulated."""
+        self.work = work
+        self.issued = self.running = 0
+        self.arrived: list[_Warp] = []
+        self.opens = 0.0
+        """When the barrier opens."""
+        self.left = Counter(work.events.needs)
+        """Contributions that each event still needs."""
+        self.when: defaultdict[Event, float] = defaultdict(float)
+        """When the last contribution to an event was made; if it is complete, when it was."""
+        self.cause: dict[Event, int] = {}
+        """The instruction that made that contribution."""
+        self.waiting: defaultdict[Event, list[tuple[_Warp, float]]] = defaultdict(list)
+        """Warps that wait for an event, and the time from which they could go on."""
+        for (warp, position), event in work.events.signals.items():
+            self.left[event] -= position < starts[warp]
+
+    def contribute(self, event: Event, when: float, index: int) -> bool:
+        """Record a contribution, and return whether it was the last one."""
+        self.left[event] -= 1
+        if when >= self.when[event]:
+            self.when[event], self.cause[event] = when, index
+        return self.left[event] == 0
+
+
+@dataclass
+class _Warp:
+    """A warp of a block."""
+
+    number: int
+    """Its number among all warps on the multiprocessor."""
+    local: int
+    """Its number in the block."""
+    block: _Block
+    stream: list[Issued]
+    at: int
+    """Position of the next instruction in the stream."""
+    issued: float = 0.0
+    """When it issued the last instruction."""
+    boards: list[tuple[float, int, str]] = field(default_factory=lambda: [(0.0, 0, SHORT)] * 6)
+    """When each of its scoreboards is released, by which instruction, and the reason to wait."""
+    watched: float = 0.0
+    """The time up to which its stalls have been recorded."""
+    copies: list[float] = field(default_factory=list)
+    """When its groups of asynchronous copies (cp.async) arrive."""
+    copied: int = 0
+    """The index of its last such copy."""
+
+    @property
+    def index(self) -> int:
+        """The index of the next instruction, or of the last if the warp has ended."""
+        return self.stream[min(self.at, len(self.stream) - 1)][0]
+
+
+class Multiprocessor:
+    """One multiprocessor of a GPU that executes blocks of a kernel.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
     otherwise from the oldest that is.
     """
-    integer = SCHEDULERS * WARP / gpu.integer_lanes
-    busy = {
-        **dict.fromkeys((*_LOAD_STORE, "control", "warpgroup", "tile"), 1.0),
-        **dict.fromkeys(("integer", "multiply", "uniform", "constant"), integer),
-        "fma": SCHEDULERS * WARP / gpu.fp32_lanes,
-        "special": SCHEDULERS * WARP / gpu.special_lanes,
-        "tensor": gpu.tensor_cycles,
-    }
-    pipe_of = [_pipe(one) for one in code]
-    streams = [warp for work in works for warp in work.warps]
-    owner = [number for number, work in enumerate(works) for _ in work.warps]
-    firsts = [*itertools.accumulate((len(work.warps) for work in works), initial=0)][:-1]
-    running = [0] * len(works)
-    arrived: list[list[int]] = [[] for _ in works]
-    opens = [0.0] * len(works)  # when each block's barrier opens
-    at = [0] * len(streams)
-    if most < sum(work.instructions for work in works):  # each block starts at another point
-        # A block that waits for copies begins with a long wait, which is not part of the pace.
-        first = 1 if works[0].events.needs else 0
-        parts = (
-            work.parts[first + (4 - first) * number // len(works)]
-            for number, work in enumerate(works)
-        )
-        at = list(itertools.chain.from_iterable(parts))
-    events = [
-        Pending(work.events, at[first : first + len(work.warps)])
-        for work, first in zip(works, firsts, strict=True)
-    ]
-    is_eventful = [one.base in _EVENTFUL for one in code]
-    numbered = [is_numbered(one) for one in code]
-    product_cycles = {
-        index: max(flop / gpu.warpgroup_flop, operands)
-        for index, one in enumerate(code)
-        if one.base == "HGMMA"
-        for flop, operands in [product_of(one)]
-    }
-    products = 0.0  # when the tensor cores have finished all products of warpgroups so far
-    boards = [[0.0] * 6 for _ in streams]
-    groups: list[list[float]] = [[] for _ in streams]  # when cp.async groups arrive
-    pending: list[list[tuple[float, int]]] = [[] for _ in range(SCHEDULERS)]
-    ready: list[list[int]] = [[] for _ in range(SCHEDULERS)]
-    for warp, stream in enumerate(streams):
-        if at[warp] < len(stream):
-            running[owner[warp]] += 1
-            pending[warp % SCHEDULERS].append((0.0, warp))
-    lines_of_code = {index // _LINE for stream in streams for index, *_ in stream}
-    fetch = Fetch(lines_of_code)
-    free = [0.0] * SCHEDULERS
-    ports = [0.0] * SCHEDULERS  # when each has handed over its last request to shared memory
-    last = [-1] * SCHEDULERS
-    pipes = [dict.fromkeys(busy, 0.0) for _ in range(SCHEDULERS)]
-    banks = [[0.0, 0.0] for _ in range(SCHEDULERS)]
-    l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
-    shared = l2 = end = 0.0
-    issued = [0] * len(works)
-    issued_at = [0.0] * len(streams)  # each warp's last instruction
-    left = most
 
-    def wake(warp: int, when: float) -> None:
-        index = streams[warp][at[warp]][0]
-        arrives = fetch.arrival(warp % SCHEDULERS, index // _LINE, issued_at[warp])
-        if arrives > when:
-            when = arrives
-            if watch:
-                watch.add(warp, when, index, stalls.FETCH)
-        for board in code[index].waits:
-            when = max(when, boards[warp][board])
-        heapq.heappush(pending[warp % SCHEDULERS], (when, warp))
-        if watch:
-            watch.waits(warp, code[index].waits, index)
+    def __init__(self, gpu: GpuModel, code: Sequence[Instruction], miss: float) -> None:
+        """code: the kernel's. miss: latency of a request that goes to L2, in cycles."""
+        self.gpu, self.code, self.miss = gpu, code, miss
+        integer = SCHEDULERS * WARP / gpu.integer_lanes
+        self.busy = {
+            **dict.fromkeys((*_LOAD_STORE, "control", "warpgroup", "tile"), 1.0),
+            **dict.fromkeys(("integer", "multiply", "uniform", "constant"), integer),
+            "fma": SCHEDULERS * WARP / gpu.fp32_lanes,
+            "special": SCHEDULERS * WARP / gpu.special_lanes,
+            "tensor": gpu.tensor_cycles,
+        }
+        self.pipe_of = [pipe_of(one) for one in code]
+        self.l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
 
-    def resume(number: int, event: int) -> None:
-        """Wake the warps of a block that wait for an event, which is complete."""
-        state = events[number]
-        for warp, next_at in state.waiting.pop(event, ()):
-            index = streams[warp][at[warp] - 1][0]
-            one = code[index]
-            when = max(next_at, state.when[event] + (_BARRIER if one.base == "BAR" else 0))
-            if watch:
-                next_up = streams[warp][at[warp]][0]
-                watch.add(warp, when, next_up, stalls.awaiting(one.base), state.cause[event])
-            if one.base == "SYNCS" and one.writes < 6:  # whether the phase is complete is a result
-                result = state.when[event] + gpu.shared_latency
-                boards[warp][one.writes] = max(boards[warp][one.writes], result)
-                if watch:
-                    watch.sets(warp, one.writes, result, index, is_global=False)
-            wake(warp, when)
+    def run(
+        self, works: Sequence[Work], most: float = math.inf, stalls: StallCycles | None = None
+    ) -> tuple[float, list[int]]:
+        """Return the cycles in which blocks are executed, and each one's number of instructions.
 
-    def held(warp: int, s: int, now: float, *, is_first: bool) -> str:
-        """Return why a warp that waits for no result is not the one to issue.
-
-        is_first: whether it would be selected, so that only its registers can hold it back.
+        most: instructions after which the simulation stops. stalls: records why warps do not issue,
+        until all have ended.
         """
-        index = streams[warp][at[warp]][0]
-        pipe = pipe_of[index]
-        found, limit = stalls.NOT_SELECTED, now
-        if pipes[s][pipe] > limit:
-            found, limit = stalls.MIO if pipe in _SLOW else stalls.MATH, pipes[s][pipe]
-        queued = max(shared, ports[s]) - _QUEUE
-        if pipe in _LOAD_STORE and queued > limit:
-            found, limit = stalls.LG if pipe == "global" else stalls.MIO, queued
-        even, odd = code[index].registers
-        if is_first and (
-            (even and banks[s][0] + even - _WINDOW > limit)
-            or (odd and banks[s][1] + odd - _WINDOW > limit)
-        ):
-            found = stalls.DISPATCH
-        return found
+        self._start(works, most)
+        self.stalls = stalls
+        issued = 0
+        while issued < most:
+            turns = [
+                (one.free if one.ready else max(one.free, one.pending[0][0]), number)
+                for number, one in enumerate(self.schedulers)
+                if one.ready or one.pending
+            ]
+            if not turns:
+                break
+            now, number = min(turns)
+            scheduler = self.schedulers[number]
+            if warp := self._select(scheduler, now):
+                self._issue(warp, scheduler, now)
+                issued += 1
+        for warp in self.warps:
+            latest, reason = warp.stream[warp.at - 1][0], EXITED
+            if warp.at < len(warp.stream):  # an event for which it waits never happens
+                reason = _AWAITING.get(self.code[latest].base, WAIT)
+            self._watch(warp, self.end, reason, latest)
+        return self.end, [block.issued for block in self.blocks]
 
-    while left > 0:
-        times = [
-            (free[s] if ready[s] else max(free[s], pending[s][0][0]), s)
-            for s in range(SCHEDULERS)
-            if ready[s] or pending[s]
-        ]
-        if not times:
-            break
-        now, s = min(times)
-        while pending[s] and pending[s][0][0] <= now:
-            ready[s].append(heapq.heappop(pending[s])[1])
-        ready[s].sort()
-        order = [last[s], *ready[s]] if last[s] in ready[s] else ready[s]
-        soonest = math.inf
-        for warp in order:
-            index = streams[warp][at[warp]][0]
-            pipe, (even, odd) = pipe_of[index], code[index].registers
-            possible = pipes[s][pipe]
-            if even:
-                possible = max(possible, banks[s][0] + even - _WINDOW)
-            if odd:
-                possible = max(possible, banks[s][1] + odd - _WINDOW)
-            if pipe in _LOAD_STORE:
-                possible = max(possible, shared - _QUEUE, ports[s] - _QUEUE)
+    def _start(self, works: Sequence[Work], most: float) -> None:
+        # When the load-store unit, L2 and the tensor cores have served all requests so far.
+        self.shared = self.l2 = self.products = 0.0
+        self.end = 0.0
+        starts = [[0] * len(work.warps) for work in works]
+        if most < sum(work.instructions for work in works):  # each block starts at another point
+            # A block that waits for copies begins with a long wait, which is not part of the pace.
+            first = 1 if works[0].events.needs else 0
+            places = (first + (4 - first) * number // len(works) for number in range(len(works)))
+            starts = [work.parts[place] for work, place in zip(works, places, strict=True)]
+        self.blocks = [_Block(work, start) for work, start in zip(works, starts, strict=True)]
+        self.warps: list[_Warp] = []
+        for block, start in zip(self.blocks, starts, strict=True):
+            for local, (stream, at) in enumerate(zip(block.work.warps, start, strict=True)):
+                self.warps.append(_Warp(len(self.warps), local, block, stream, at))
+        lines = {index // _LINE for warp in self.warps for index, *_ in warp.stream}
+        has_all = len(lines) <= _SETS * _WAYS
+        self.schedulers = [_Scheduler(self.busy, has_all) for _ in range(SCHEDULERS)]
+        for warp in self.warps:
+            if warp.at < len(warp.stream):
+                warp.block.running += 1
+                self.schedulers[warp.number % SCHEDULERS].pending.append((0.0, warp.number))
+
+    def _watch(self, warp: _Warp, until: float, reason: str, cause: int | None = None) -> None:
+        """Record why a warp does not issue its next instruction until a time.
+
+        cause: the instruction for which it waits, if that is another one.
+        """
+        if self.stalls is not None and until > warp.watched:
+            index = warp.index
+            stall = Stall(index, reason, index if cause is None else cause)
+            self.stalls[stall] += until - warp.watched
+            warp.watched = until
+
+    def _select(self, scheduler: _Scheduler, now: float) -> _Warp | None:
+        """Return the warp that issues; if none can, set when the scheduler tries again."""
+        ready, pending = scheduler.ready, scheduler.pending
+        while pending and pending[0][0] <= now:
+            ready.append(heapq.heappop(pending)[1])
+        ready.sort()
+        order = [scheduler.last, *ready] if scheduler.last in ready else [*ready]
+        selected, soonest = None, math.inf
+        for number in order:
+            possible, _ = self._possible(self.warps[number], scheduler, now)
             if possible <= now:
+                selected = self.warps[number]
+                ready.remove(number)
+                scheduler.last, scheduler.free = number, now + 1
                 break
             soonest = min(soonest, possible)
         else:
-            free[s] = min(soonest, pending[s][0][0]) if pending[s] else soonest
-            if watch:
-                for warp in ready[s]:
-                    why = held(warp, s, now, is_first=warp == order[0])
-                    watch.add(warp, free[s], streams[warp][at[warp]][0], why)
-            continue
-        ready[s].remove(warp)
-        if watch:
-            for other in ready[s]:
-                why = held(other, s, now, is_first=False)
-                watch.add(other, now + 1, streams[other][at[other]][0], why)
-            watch.issue(warp, now, streams[warp][at[warp]][0])
-        last[s] = warp
-        index, wavefronts, lines, misses = streams[warp][at[warp]]
-        one, pipe = code[index], pipe_of[index]
+            scheduler.free = min(soonest, pending[0][0]) if pending else soonest
+        for number in ready if self.stalls is not None else ():
+            is_first = selected is None and number == order[0]
+            _, why = self._possible(self.warps[number], scheduler, now, is_first=is_first)
+            self._watch(self.warps[number], scheduler.free, why)
+        return selected
+
+    def _possible(
+        self, warp: _Warp, scheduler: _Scheduler, now: float, *, is_first: bool = True
+    ) -> tuple[float, str]:
+        """Return when a warp that waits for no result can issue, and the reason if it is not now.
+
+        is_first: whether it would be selected, so that only its registers can hold it back.
+        """
+        index = warp.index
+        pipe, (even, odd) = self.pipe_of[index], self.code[index].registers
+        when, why = now, NOT_SELECTED
+        if scheduler.pipes[pipe] > when:
+            when, why = scheduler.pipes[pipe], MIO if pipe in _SLOW else MATH
+        if pipe in _LOAD_STORE:
+            queued = max(self.shared, scheduler.port) - _QUEUE
+            if queued > when:
+                when, why = queued, LG if pipe == "global" else MIO
+        if is_first:
+            if even and scheduler.banks[0] + even - _WINDOW > when:
+                when, why = scheduler.banks[0] + even - _WINDOW, DISPATCH
+            if odd and scheduler.banks[1] + odd - _WINDOW > when:
+                when, why = scheduler.banks[1] + odd - _WINDOW, DISPATCH
+        return when, why
+
+    def _issue(self, warp: _Warp, scheduler: _Scheduler, now: float) -> None:
+        """Issue a warp's next instruction."""
+        index, *request = warp.stream[warp.at]
+        one, pipe, block = self.code[index], self.pipe_of[index], warp.block
+        self._watch(warp, now, NOT_SELECTED)
+        self._watch(warp, now + 1, SELECTED)
         for bank, count in enumerate(one.registers):
             if count:
-                banks[s][bank] = max(banks[s][bank], now) + count
-        issued[owner[warp]] += 1
-        issued_at[warp] = now
-        left -= 1
-        free[s] = now + 1
-        pipes[s][pipe] = now + busy[pipe]
+                scheduler.banks[bank] = max(scheduler.banks[bank], now) + count
+        block.issued += 1
+        warp.issued = now
+        scheduler.pipes[pipe] = now + self.busy[pipe]
         if pipe == "multiply":
-            pipes[s]["fma"] = max(pipes[s]["fma"], now + 1)
-        done, read = (now + cycles for cycles in _LATENCIES.get(pipe, _FIXED))
-        if pipe in _LOAD_STORE:
-            cost = max(1, wavefronts, lines)
-            begin = max(shared, now + 2)
-            shared = begin + cost
-            if pipe in _PORT:
-                begin = max(begin, ports[s])
-                ports[s] = begin + _PORT[pipe] * cost
-            read = begin + 4
-            if pipe == "shuffle":
-                done = begin + _SHUFFLE - 2
-            elif pipe == "shared":
-                done = begin + cost - 3 + gpu.shared_latency
-            elif one.base in STORES:
-                l2 = max(l2, begin) + misses * SECTOR / l2_rate
-                done = begin + cost
-            elif misses:
-                l2 = max(l2, begin) + misses * SECTOR / l2_rate
-                done = max(begin, l2) + miss_latency
-            else:
-                done = begin + cost + gpu.l1_latency
-            if one.base == "LDGSTS":
-                groups[warp].append(done)
-                if watch:
-                    watch.copies[warp] = index
-        elif pipe == "tile":
-            l2 = max(l2, now) + misses * SECTOR / l2_rate
-            done = l2 + (miss_latency if misses else gpu.l1_latency)
-        for board, when in ((one.writes, done), (one.reads, read)):
-            if board < 6:
-                boards[warp][board] = max(boards[warp][board], when)
-                if watch:
-                    watch.sets(warp, board, when, index, is_global=pipe == "global")
+            scheduler.pipes["fma"] = max(scheduler.pipes["fma"], now + 1)
+        read, served, done = self._serve(one, pipe, scheduler, now, *request)
+        reason = LONG if pipe == "global" else SHORT
+        self._release(warp, one.writes, (done, index, reason))
+        self._release(warp, one.reads, (read, index, reason))
+        self._advance(warp, one, now, served, done)
+
+    def _release(self, warp: _Warp, board: int, result: tuple[float, int, str]) -> None:
+        """Release a scoreboard when the last result for it is there."""
+        if board < len(warp.boards):
+            warp.boards[board] = max(warp.boards[board], result)
+
+    def _advance(
+        self, warp: _Warp, one: Instruction, now: float, served: float, done: float
+    ) -> None:
+        """Move a warp to its next instruction, which it issues when nothing holds it back."""
+        index, place, block = warp.index, (warp.local, warp.at), warp.block
         next_at = now + max(1, one.stall)
-        if one.base == "DEPBAR" and groups[warp]:  # the latest copies may still be in flight
-            next_at = max(next_at, *groups[warp][: max(1, len(groups[warp]) // 2)])
-            groups[warp].clear()
-            if watch:
-                behind = min(at[warp] + 1, len(streams[warp]) - 1)
-                next_up = streams[warp][behind][0]
-                watch.add(warp, next_at, next_up, stalls.LONG, watch.copies[warp])
-        number = owner[warp]
-        awaited = None
-        if is_eventful[index]:
-            state, local, place = events[number], warp - firsts[number], at[warp]
-            event = state.events.signals[local].get(place)
-            when = done if pipe == "tile" else begin + cost if pipe == "shared" else now
-            if event is not None and state.contribute(event, when, index):
-                if pipe == "warpgroup":
-                    products = max(products, state.when[event]) + product_cycles[index]
-                    state.when[event] = done = products + _PRODUCT
-                resume(number, event)
-            if "ARV" not in one.modifiers:
-                awaited = state.events.awaits[local].get(place)
-        at[warp] += 1
-        end = max(end, next_at, done)
-        if awaited is not None:
-            events[number].waiting[awaited].append((warp, next_at))
-            if events[number].left[awaited] == 0:
-                resume(number, awaited)
-            continue
-        if at[warp] == len(streams[warp]):
-            running[number] -= 1
-        elif one.base == "BAR" and not numbered[index]:
-            arrived[number].append(warp)
-            opens[number] = max(opens[number], now) + _ARRIVAL
+        warp.at += 1
+        if one.base == "LDGSTS":
+            warp.copies.append(done)
+            warp.copied = index
+        elif one.base == "DEPBAR" and warp.copies:  # the latest copies may still be in flight
+            next_at = max(next_at, *warp.copies[: max(1, len(warp.copies) // 2)])
+            warp.copies.clear()
+            self._watch(warp, next_at, LONG, warp.copied)
+        event = block.work.events.signals.get(place)
+        if event and block.contribute(event, served, index):
+            if one.base == "HGMMA":
+                flop, operands = one.product
+                cycles = max(flop / self.gpu.warpgroup_flop, operands)
+                self.products = max(self.products, block.when[event]) + cycles
+                block.when[event] = done = self.products + _PRODUCT
+            self._resume(block, event)
+        self.end = max(self.end, next_at, done)
+        if event := block.work.events.awaits.get(place):
+            block.waiting[event].append((warp, next_at))
+            if block.left[event] == 0:
+                self._resume(block, event)
+        elif warp.at == len(warp.stream):
+            block.running -= 1
+            self._open(block)
+        elif one.base == "BAR" and not is_numbered(one):
+            block.arrived.append(warp)
+            block.opens = max(block.opens, now) + _ARRIVAL
+            self._open(block)
         else:
-            if watch:
-                watch.add(warp, next_at, streams[warp][at[warp]][0], stalls.after(one.base))
-            wake(warp, next_at)
-            continue
-        if arrived[number] and len(arrived[number]) == running[number]:
-            for other in arrived[number]:
-                if watch:
-                    opened = opens[number] + _BARRIER
-                    (waiting, *_), (next_up, *_) = streams[other][at[other] - 1 : at[other] + 1]
-                    watch.add(other, opened, next_up, stalls.BARRIER, waiting)
-                wake(other, opens[number] + _BARRIER)
-            arrived[number].clear()
-    if watch:
-        for warp, stream in enumerate(streams):
-            latest = stream[at[warp] - 1][0]
-            if at[warp] < len(stream):  # part of what it waits for is missing
-                reason = stalls.awaiting(code[latest].base)
-                watch.add(warp, end, stream[at[warp]][0], reason, latest)
-            else:
-                watch.add(warp, end, latest, stalls.EXITED)
-    return end, issued
+            self._watch(warp, next_at, _AFTER.get(one.base, WAIT))
+            self._wake(warp, next_at)
+
+    def _serve(
+        self,
+        one: Instruction,
+        pipe: str,
+        scheduler: _Scheduler,
+        now: float,
+        wavefronts: int,
+        lines: int,
+        misses: int,
+    ) -> tuple[float, float, float]:
+        """Return when operands are read, the request is served, and the result is ready."""
+        if pipe == "tile":
+            self.l2 = max(self.l2, now) + misses * SECTOR / self.l2_rate
+            done = self.l2 + (self.miss if misses else self.gpu.l1_latency)
+            return now + _FIXED[1], done, done
+        if pipe not in _LOAD_STORE:
+            result, operands = _LATENCIES.get(pipe, _FIXED)
+            return now + operands, now, now + result
+        cost = max(1, wavefronts, lines)
+        begin = max(self.shared, now + 2)
+        self.shared = begin + cost
+        if pipe in _PORT:
+            begin = max(begin, scheduler.port)
+            scheduler.port = begin + _PORT[pipe] * cost
+        read, served = begin + 4, begin + cost
+        if pipe == "shuffle":
+            return read, served, begin + _SHUFFLE - 2
+        if pipe == "shared":
+            return read, served, served - 3 + self.gpu.shared_latency
+        is_store = one.base in STORES
+        if is_store or misses:
+            self.l2 = max(self.l2, begin) + misses * SECTOR / self.l2_rate
+        if is_store:
+            return read, served, served
+        return (
+            read,
+            served,
+            max(begin, self.l2) + self.miss if misses else served + self.gpu.l1_latency,
+        )
+
+    def _wake(self, warp: _Warp, when: float) -> None:
+        """Let a warp go on at a time, once its code and the results that it needs are there."""
+        one, scheduler = self.code[warp.index], self.schedulers[warp.number % SCHEDULERS]
+        arrives = scheduler.fetch(warp.index // _LINE, warp.issued)
+        if arrives > when:
+            when = arrives
+            self._watch(warp, when, FETCH)
+        if one.waits:
+            released, cause, reason = max(warp.boards[board] for board in one.waits)
+            self._watch(warp, released, reason, cause)
+            when = max(when, released)
+        heapq.heappush(scheduler.pending, (when, warp.number))
+
+    def _resume(self, block: _Block, event: Event) -> None:
+        """Wake the warps of a block that wait for an event, which is complete."""
+        for warp, next_at in block.waiting.pop(event, ()):
+            latest = warp.stream[warp.at - 1][0]
+            one = self.code[latest]
+            when = max(next_at, block.when[event] + (_BARRIER if one.base == "BAR" else 0))
+            self._watch(warp, when, _AWAITING.get(one.base, WAIT), block.cause.get(event, 0))
+            if one.base == "SYNCS":  # whether the phase is complete is a result
+                result = block.when[event] + self.gpu.shared_latency
+                self._release(warp, one.writes, (result, latest, SHORT))
+            self._wake(warp, when)
+
+    def _open(self, block: _Block) -> None:
+        """Open the barrier of a block if all warps that have not ended have arrived."""
+        if block.arrived and len(block.arrived) == block.running:
+            when = block.opens + _BARRIER
+            for warp in block.arrived:
+                self._watch(warp, when, BARRIER, warp.stream[warp.at - 1][0])
+                self._wake(warp, when)
+            block.arrived.clear()
+
+    # ---- The pace of blocks ----------------------------------------------------------------------
+
+    def alone(self, works: Sequence[Work]) -> tuple[float, float]:
+        """Return the cycles per instruction of a block that runs alone, and its additional cycles.
+
+        If the blocks differ in length, two lengths are timed: the difference is the iterations that
+        only the longer block executes.
+        """
+        short, *longer = _by_length(works)
+        first, few = self.run([short], _MAX_TIMED)
+        if not longer:
+            return first / sum(few), 0.0
+        cycles, issued = self.run([_longest(longer, _MAX_TIMED)])
+        per = (cycles - first) / (sum(issued) - sum(few))
+        return per, max(0.0, first - per * sum(few))
+
+    def together(self, works: Sequence[Work], count: int) -> list[float]:
+        """Return cycles per instruction of `count` blocks that run at once, the oldest first."""
+        short, *longer = _by_length(works)
+        work, most = short, min(_MAX_TIMED, short.instructions * count)
+        if longer:  # time half of the blocks' instructions
+            work = _longest(longer, 2 * _MAX_TIMED // count)
+            most = work.instructions * count // 2
+        cycles, issued = self.run([work] * count, most)
+        return [cycles / one for one in issued]
+
+    def observe(self, works: Sequence[Work], count: int, mean: float) -> StallCycles:
+        """Return the stalls of `count` blocks of about `mean` instructions that run at once.
+
+        They start at different points, and each is followed by another block until all of a block
+        has been executed: beginnings and ends count as often as they occur.
+        """
+        some = [work for work in works if work.instructions * count <= _MAX_OBSERVED]
+        shortest = min(works, key=lambda work: work.instructions)
+        work = min(some or [shortest], key=lambda work: abs(work.instructions - mean))
+        blocks = []
+        for number in range(count):
+            start = work.parts[len(work.parts) * number // count]
+            warps = [warp[at:] + warp[:at] for warp, at in zip(work.warps, start, strict=True)]
+            blocks.append(dataclasses.replace(work, warps=warps))
+        stalls: StallCycles = defaultdict(float)
+        self.run(blocks, stalls=stalls)
+        return stalls
+
+
+def _by_length(works: Sequence[Work]) -> list[Work]:
+    """Return the shortest work, then those over 1.5 times as long, in order of length."""
+    short, *longer = sorted(works, key=lambda work: work.instructions)
+    return [short, *(work for work in longer if work.instructions > 1.5 * short.instructions)]
+
+
+def _longest(works: Sequence[Work], most: int) -> Work:
+    """Return the longest work of at most this many instructions; if none, the shortest."""
+    return next((work for work in reversed(works) if work.instructions <= most), works[0])

@@ -1,117 +1,330 @@
 """Predict how long a kernel takes on a GPU, and what limits it, without running it there.
 
-A version file says itself what it launches; any other kernel needs its launch.
+The machine code of some blocks is executed (work.py), one multiprocessor with its blocks is
+simulated (multiprocessor.py), and the blocks of the grid are distributed to all multiprocessors as
+these become free. A version file says itself what it launches; any other kernel needs its launch.
+docs/prediction.md says what is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
-
-from tqdm import tqdm
+from typing import Any
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection import launches
-from attention_kernels.inspection.sass import binary, timing
-from attention_kernels.inspection.sass.explain import explain
-from attention_kernels.inspection.sass.gpus import GpuModel
-from attention_kernels.inspection.sass.program import CUBIN, Program, compile_program, launches_of
-from attention_kernels.inspection.sass.stalls import Watch
-from attention_kernels.inspection.sass.timing import LaunchModel, Prediction
+from attention_kernels.inspection import resources
+from attention_kernels.inspection.resources import WARP, Launch, Triple
+from attention_kernels.inspection.sass import binary, decode, execute
+from attention_kernels.inspection.sass.decode import Program
+from attention_kernels.inspection.sass.explain import Stalls, explain
+from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
+from attention_kernels.inspection.sass.multiprocessor import Multiprocessor, Stall
+from attention_kernels.inspection.sass.work import Line, line_of
 from attention_kernels.ladder.header import VersionHeader
 
-_Models: TypeAlias = list[tuple[int, LaunchModel]]
-"""The launches of a call, each with how often it occurs."""
+LOAD_STORE_UNIT = "load-store unit"
+"""The unit that issues one wavefront a cycle: of shared memory, of an L1 line or of a shuffle."""
+_LOAD_STORE_PARTS = ("shared memory", "L1")
 
 
-class Case(NamedTuple):
-    """The shape of a call."""
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one call of a version, or for one launch. Times are in microseconds."""
 
-    batch: int
+    version: str
+    gpu: str
     seqlen: int
-    """For a decode kernel, the length of the cache, which all rows fill."""
-    num_heads: int
-    head_dim: int
-    is_causal: bool
+    time_us: float
+    needs_us: dict[str, float]
+    """Time that each resource would need if it were always busy on all multiprocessors."""
+    waiting_us: float
+    """Time beyond the longest need: warps wait for results, for barriers, for each other."""
+    uneven_us: float
+    """Time in which some multiprocessors idle: the last wave, and blocks of unequal length."""
+    launch_us: float
+    launches: int
+    instructions: int
+    """Instructions executed by all warps."""
+    load_wavefronts: int
+    store_wavefronts: int
+    assumed: tuple[str, ...] = ()
+    """Assumptions made for lack of data, such as the meaning of an instruction."""
+    stalls: Stalls | None = None
+    """Why warps stall, by source line; None unless requested."""
+
+    @property
+    def lost_us(self) -> dict[str, float]:
+        """The time that no resource needs."""
+        waiting = {"latency": self.waiting_us, "uneven blocks": self.uneven_us}
+        return waiting | {"launch": self.launch_us}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts of the time by name: each resource, then the overheads."""
+        return self.needs_us | self.lost_us
+
+    @property
+    def bound(self) -> str:
+        """The name of the largest part of the time."""
+        parts = self.parts
+        largest = max(parts, key=lambda name: parts[name])
+        if largest == LOAD_STORE_UNIT:  # name the part that causes most of its work
+            half = parts[LOAD_STORE_UNIT] / 2
+            largest = next((x for x in _LOAD_STORE_PARTS if parts[x] > half), largest)
+        return largest
 
 
 def predict(
-    version: VersionHeader, gpu: GpuModel, cases: Sequence[Case], *, lines: bool = False
-) -> list[Prediction]:
-    """Predict one call of a version in each case, in the version's first dtype.
+    version: VersionHeader,
+    gpu: GpuModel,
+    *,
+    seqlen: int = 1024,
+    batch: int = 1,
+    num_heads: int = 12,
+    head_dim: int = 64,
+    is_causal: bool = True,
+    lines: bool = False,
+) -> Prediction:
+    """Predict one call of a version in its first dtype.
 
-    cases: they differ only in length. lines: also explain the stalls by source line. Raises
-    UnsupportedError for a version or a case that cannot be predicted, BuildError if a compiler is
-    missing or the version does not compile, and SassError for an unknown instruction.
+    seqlen: for a decode kernel, the length of the cache, which all rows fill. lines: also explain
+    the stalls by source line. Raises UnsupportedError for a version or a shape that cannot be
+    predicted, BuildError if a compiler is missing or the version does not compile, and SassError
+    for an unknown branch or operand.
     """
-    version = _checked(version, gpu, cases)
-    with tempfile.TemporaryDirectory() as folder:
-        # The line table leaves the code as it is: test_explain.py compares the predictions.
-        program = compile_program(version, gpu, Path(folder), *["-lineinfo"] * lines)
-        shown = tqdm(cases, "explaining", unit="", disable=None if lines else True, leave=False)
-        return [
-            _time(program, _models(version, program, case), case.seqlen, Path(folder), lines)
-            for case in shown
-        ]
-
-
-def predict_kernel(request: binary.Request, gpu: GpuModel, *, lines: bool = False) -> Prediction:
-    """Predict one launch of a kernel in a file; lines: also explain the stalls by source line.
-
-    Raises the errors of binary.read(), UnsupportedError, and SassError.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        program, launch, size = binary.read(request, gpu, Path(folder))
-        model = timing.model_of(program, launch, size, as_accessed=request.dynamic_smem is None)
-        assumed = [] if size else ["memory is fast enough: no argument has a buffer's size"]
-        if request.dynamic_smem is None and (dynamic := model.launch.dynamic_smem):
-            accessed = f"{dynamic} bytes of dynamic shared memory: the kernel accesses no more"
-            assumed.append(accessed)
-        found = _time(program, [(1, model)], 0, Path(folder), lines)
-    return dataclasses.replace(found, assumed=(*found.assumed, *assumed))
-
-
-def _time(program: Program, models: _Models, seqlen: int, folder: Path, lines: bool) -> Prediction:
-    """Time the launches of a call."""
-    each, explained = [], []
-    for count, model in models:
-        watch = Watch()
-        one = timing.time_of(model, watch if lines else None)
-        each.append((count, one))
-        explained.append((model, count * (one.time_us - one.launch_us), watch.cycles))
-    found = timing.sum_of(each, seqlen)
-    if lines:
-        stalls = explain(program, folder / CUBIN, explained, found.time_us)
-        found = dataclasses.replace(found, stalls=stalls)
-    return found
-
-
-def _checked(version: VersionHeader, gpu: GpuModel, cases: Sequence[Case]) -> VersionHeader:
-    """Return a version in its first dtype; raise UnsupportedError with every reason against it."""
-    batch, _, num_heads, head_dim, _ = cases[0]
-    shape = {"head_dim": head_dim, "batch": batch, "num_heads": num_heads}
-    seqlens = [case.seqlen for case in cases]
-    reasons = launches.case_faults(version, seqlens=seqlens, **shape, may_decode=True)
+    shape = {"batch": batch, "num_heads": num_heads, "head_dim": head_dim}
+    reasons = resources.case_faults(version, seqlens=[seqlen], **shape, may_decode=True)
     if version.needs and not version.compiles_for(gpu.arch):
         needed = "".join(map(str, version.needs)) + "a" * version.needs_exactly
         reasons.append(f"it needs sm_{needed}, and {gpu.name} is sm_{gpu.arch}")
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
-    return version.builds()[0]
-
-
-def _models(version: VersionHeader, program: Program, case: Case) -> _Models:
-    """Execute some blocks of each launch of a call."""
-    batch, seqlen, num_heads, head_dim, is_causal = case
-    shape = batch, seqlen, num_heads, int(is_causal)
-    counted = launches_of(version, program.gpu, shape, head_dim)
+    version = version.builds()[0]
+    call, count = (batch, seqlen, num_heads, int(is_causal)), gpu.multiprocessors
+    counted = Counter(resources.record(version, [head_dim], case=call, multiprocessors=count))
     item = {"float32": 4, "float64": 8}.get(version.dtype, 2)
     rows = 2 * seqlen + 2 if version.role == "decode" else 4 * seqlen
-    min_bytes = 1.0 * batch * rows * num_heads * head_dim * item
-    return [
-        (count, timing.model_of(program, launch, min_bytes / counted.total()))
-        for launch, count in counted.items()
+    min_bytes = batch * rows * num_heads * head_dim * item / counted.total()
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        # The line table leaves the code as it is: test_explain.py compares the predictions.
+        _, code = resources.compile_cubin(version, gpu.arch, *["-lineinfo"] * lines)
+        cubin.write_bytes(code)
+        program = decode.read_cubin(cubin, version.path, version.label, gpu, heads_first=True)
+        found = _predict_call(program, counted, min_bytes, cubin if lines else None)
+    return dataclasses.replace(found, seqlen=seqlen)
+
+
+def predict_kernel(
+    path: Path,
+    gpu: GpuModel,
+    *,
+    kernel: str,
+    grid: Triple,
+    block: Triple,
+    shared: int = 0,
+    args: Sequence[str] = (),
+    lines: bool = False,
+) -> Prediction:
+    """Predict one launch of a kernel in a file.
+
+    kernel: its mangled name, or a part of it that no other kernel has. shared: bytes of dynamic
+    shared memory. args: one text per parameter; see binary.pack(). lines: also explain the stalls
+    by source line. Raises the errors of binary.read(), UnsupportedError, and SassError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        program, symbol, packed, size = binary.read(path, gpu, cubin, kernel, args)
+        launch = Launch(0, symbol, symbol, grid, block, shared, packed)
+        return _predict_call(program, {launch: 1}, size, cubin if lines else None)
+
+
+def _predict_call(
+    program: Program, counted: Mapping[Launch, int], min_bytes: float, cubin: Path | None
+) -> Prediction:
+    """Predict launches, given how often each occurs; cubin: explain the stalls with its lines."""
+    each, explained = [], []
+    for launch, count in counted.items():
+        one, stalls = _predict_launch(program, launch, min_bytes, observes=cubin is not None)
+        each.append((count, one))
+        explained.append((launch, count * (one.time_us - one.launch_us), stalls))
+    found = _sum(each)
+    if cubin:
+        lines = explain(program, cubin, explained, found.time_us)
+        found = dataclasses.replace(found, stalls=lines)
+    return found
+
+
+def _predict_launch(
+    program: Program, launch: Launch, min_bytes: float, *, observes: bool
+) -> tuple[Prediction, dict[Stall, float]]:
+    """Predict one launch; observes: also return the stalls on a full multiprocessor.
+
+    min_bytes: bytes that have to pass between the GPU and its memory; 0 if unknown. Raises
+    UnsupportedError if no block fits on the GPU.
+    """
+    gpu, code = program.gpu, program.code[launch.symbol]
+    line = line_of(program, launch)
+    total = line.totals()
+    unknown = execute.assumed([code[at] for at in sorted(line.executed)])
+    assumed = [f"{name} is integer arithmetic with the result 0" for name in unknown]
+    if not min_bytes:
+        assumed.append("memory is fast enough: no argument has a buffer's size")
+    registers, static = program.needs[launch.symbol]
+    shared = static + launch.dynamic_smem
+    room, limit = resources.resident_blocks(gpu.arch, launch.threads, registers, shared)
+    if room == 0:
+        reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
+        raise UnsupportedError(program.path.name, [reason])
+
+    # Blocks that start together request the inputs they share at the same time, and all wait for
+    # memory. So does a block that requests data of its own. The output of an earlier launch is in
+    # L2.
+    at_once = room * gpu.multiprocessors / max(1, line.busy)
+    from_memory = min(1.0, min_bytes / max(1.0, total["misses"] * SECTOR))
+    cold = line.inputs * min(1.0, max(at_once, from_memory))
+    miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
+    end = equal = 0.0
+    stalls: dict[Stall, float] = {}
+    if line.works:
+        # No multiprocessor gets more blocks than if all are shared out equally.
+        fits = min(room, -(-line.busy // gpu.multiprocessors))
+        resident = min(line.busy, fits * gpu.multiprocessors)
+        one, full = (_paced(gpu, from_memory, count / resident) for count in (1, fits))
+        alone, extra = Multiprocessor(one, code, miss).alone(line.works)
+        paces = [alone]
+        if fits > 1:
+            paces = Multiprocessor(full, code, miss).together(line.works, fits)
+        if observes:
+            mean = total["issue"] / line.busy
+            stalls = Multiprocessor(gpu, code, miss).observe(line.works, fits, mean)
+        end, equal = finish(line, gpu, alone, paces, extra)
+    products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
+    hertz = gpu.clock_at(products / max(end, products, 1.0)) * 1e3  # cycles per microsecond
+    needs = _needs(gpu, total, min_bytes, hertz)
+    busiest = max(needs.values())
+    finished = max(end / hertz, busiest)
+    balanced = min(max(equal / hertz, busiest), finished)
+    found = Prediction(
+        version=program.label,
+        gpu=gpu.name,
+        seqlen=0,
+        time_us=finished + gpu.launch_us,
+        needs_us=needs,
+        waiting_us=balanced - busiest,
+        uneven_us=finished - balanced,
+        launch_us=gpu.launch_us,
+        launches=1,
+        instructions=round(total["issue"]),
+        load_wavefronts=round(total["loads"]),
+        store_wavefronts=round(total["stores"]),
+        assumed=tuple(assumed),
+    )
+    return found, stalls
+
+
+def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
+    """Return the GPU with the pace of one multiprocessor's sectors, from L2 and from memory.
+
+    share: of memory's bandwidth, which all resident blocks divide among them.
+    """
+    memory = share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
+    l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
+    pace = 1 / ((1 - from_memory) / l2 + from_memory / memory)
+    return dataclasses.replace(gpu, l2_bytes_per_cycle=pace * gpu.multiprocessors)
+
+
+def finish(
+    line: Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
+) -> tuple[float, float]:
+    """Return the cycles until the last multiprocessor finishes, and with the work shared equally.
+
+    alone: cycles per instruction of a block that has a multiprocessor to itself. paces: those of
+    each block, the oldest first, on a full multiprocessor. extra: additional cycles per block.
+    Blocks start in order, each on the first multiprocessor with room.
+    """
+    waiting = [
+        line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
+        for _ in range(line.repeats)
+        for p in reversed(range(line.length))
+        for _ in range(line.alike)
     ]
+    total = sum(waiting)
+    fits = len(paces)
+    some = [
+        [alone + (pace - alone) * (count - 1) / max(1, fits - 1) for pace in paces[:count]]
+        for count in range(fits + 1)
+    ]
+    places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]
+    for _ in paces:
+        for place in places:
+            if waiting:
+                place.append(waiting.pop())
+
+    def event(number: int, now: float) -> tuple[float, int, float, int]:
+        """Return when the next block of a multiprocessor ends, and its index there."""
+        place = places[number]
+        ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
+        first = min(range(len(place)), key=ends.__getitem__)
+        return now + ends[first], number, now, first
+
+    events = [event(number, 0.0) for number, place in enumerate(places) if place]
+    heapq.heapify(events)
+    end = 0.0
+    while events:
+        end, number, since, first = heapq.heappop(events)
+        place = places[number]
+        for i, pace in enumerate(some[len(place)]):
+            place[i] -= (end - since) / pace
+        del place[first]
+        if waiting:
+            place.append(waiting.pop())
+        if place:
+            heapq.heappush(events, event(number, end))
+    return end, total / sum(1 / pace for pace in paces) / gpu.multiprocessors
+
+
+def _needs(
+    gpu: GpuModel, total: Mapping[str, float], min_bytes: float, hertz: float
+) -> dict[str, float]:
+    """Return the microseconds that each resource needs for a grid, given its counts."""
+    rate = gpu.multiprocessors * hertz
+    lines = total["lines"]
+    wavefronts = sum(total[kind] for kind in ("loads", "stores", "copies"))
+    integer = total["integer"] + total["multiply"]
+    tensor = total["tensor"] * gpu.tensor_cycles / SCHEDULERS
+    tensor += total["products"] / gpu.warpgroup_flop
+    return {
+        "issue slots": total["issue"] / SCHEDULERS / rate,
+        "float32 arithmetic": total["fma"] * WARP / gpu.fp32_lanes / rate,
+        "integer arithmetic": integer * WARP / gpu.integer_lanes / rate,
+        "special functions": total["special"] * WARP / gpu.special_lanes / rate,
+        "tensor cores": tensor / rate,
+        LOAD_STORE_UNIT: (wavefronts + lines + total["shuffle"]) / rate,
+        "shared memory": (wavefronts + total["tiles"] + total["operands"]) / rate,
+        "L1": lines / rate,
+        "L2": total["misses"] * SECTOR / gpu.l2_bytes_per_cycle / hertz,
+        "memory": min_bytes / gpu.memory_gb_s / 1e3,
+    }
+
+
+def _sum(each: Sequence[tuple[int, Prediction]]) -> Prediction:
+    """Add up the predictions of a call's launches, given how often each occurs."""
+    first = each[0][1]
+    needs = {
+        name: sum(count * one.needs_us[name] for count, one in each) for name in first.needs_us
+    }
+    added: dict[str, Any] = {
+        field.name: sum(count * getattr(one, field.name) for count, one in each)
+        for field in dataclasses.fields(Prediction)
+        if field.name not in ("version", "gpu", "seqlen", "needs_us", "assumed", "stalls")
+    }
+    assumed = tuple(dict.fromkeys(itertools.chain(*(one.assumed for _, one in each))))
+    return dataclasses.replace(first, needs_us=needs, assumed=assumed, **added)

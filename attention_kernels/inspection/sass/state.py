@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from attention_kernels.inspection.launches import WARP
+from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
 
 WARPGROUP = 4  # warps
@@ -119,14 +119,12 @@ class Blocks:
         self.mask = self.exists  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
-        self.shared_end = 0  # bytes of shared memory up to the highest address accessed
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}  # by block, and shared address
         self.numbered: dict[tuple[int, int], Numbered] = {}  # by block and number
-        # Lanes that test a phase which is not complete, until one is, and those that wait at a
-        # numbered barrier.
+        # Lanes that wait for the phase that they test, and lanes that wait at a numbered barrier.
         self.testing, self.parked = np.zeros((2, self.lanes), np.bool_)
 
     # ---- Operands --------------------------------------------------------------------------------
@@ -171,14 +169,14 @@ class Blocks:
         return ~row if name[0] == "!" else row
 
     def write(self, register: str, values: Values | int) -> None:
-        """Write a register in the lanes of the mask; a uniform one is common to the whole warp."""
+        """Write a register in the lanes of the mask; uniform registers belong to whole warps."""
         row = _row(register)
         if row not in (_RZ, _URZ):
             mask = self._whole_warps() if row >= _U else self.mask
             np.copyto(self.values[row], np.asarray(values) & LOW, where=mask)
 
     def write64(self, register: str, values: Values | int) -> None:
-        """Write a pair of registers, the lower word into the one named."""
+        """Write a pair of registers: the lower word into `register`, the upper into the next."""
         low, high = consecutive(register, 2)
         self.write(low, values)
         self.write(high, values >> 32)
@@ -209,8 +207,6 @@ class Blocks:
 
         size: bytes per lane. merges: two groups of lanes can share a wavefront.
         """
-        if mask.any():
-            self.shared_end = max(self.shared_end, int(addresses[mask].max()) + size)
         by_warp = addresses.reshape(-1, WARP)
         active = mask.reshape(-1, WARP)
         first = np.take_along_axis(by_warp, active.argmax(1)[:, None], 1)

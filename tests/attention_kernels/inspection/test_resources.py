@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import pytest
 
 from attention_kernels import ladder
 from attention_kernels.inspection import resources
-from attention_kernels.inspection.launches import Launch
+from attention_kernels.inspection.resources import Compiled, Launch
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
 from tests.attention_kernels.backends.common import OLDER
@@ -28,72 +25,33 @@ def needs_nvcc(test):
     return pytest.mark.slow(pytest.mark.skipif(missing, reason="needs nvcc")(test))
 
 
-def alike(one: header.VersionHeader) -> tuple[object, ...]:
-    """Return the first architecture that a build supports, and what else decides its flags."""
-    arch = next(a for a in resources.ARCHS if one.compiles_for(a))
-    return arch, one.dtype, one.layout, one.role, one.flags
+def builds() -> Iterator[Any]:
+    """Yield all builds with an architecture: later ones for the last of each ladder.
 
-
-def parts() -> Iterator[Any]:
-    """Yield all builds, up to four with equal flags at a time.
-
-    All but the last one of a ladder's last version, which the test below compiles. All older ones
-    and those for later architectures take nvcc a minute, so they wait for a GPU's machine, which
-    has more cores.
+    All older ones and those for later architectures take nvcc a minute, so they wait for a GPU's
+    machine, which has more cores.
     """
-
-    def waits(one: header.VersionHeader) -> bool:
-        return one.path in older or alike(one)[0] != resources.ARCHS[0]
-
-    def kind(one: header.VersionHeader) -> tuple[object, ...]:
-        return waits(one), *alike(one)
-
     older = {ladder.versions()[name].path for name in OLDER}
-    of_each = (version.builds() for version in VERSIONS)
-    builds = [one for b in of_each for one in (b[:-1] if b[-1] in LAST else b)]
-    for _, group in itertools.groupby(sorted(builds, key=kind), kind):
-        some = [*group]
-        marks = [pytest.mark.gpu] * waits(some[0])
-        for four in (some[at : at + 4] for at in range(0, len(some), 4)):
-            yield pytest.param(four, marks=marks, id="-".join(one.op for one in four))
+    for one in (build for version in VERSIONS for build in version.builds()):
+        arch = next(a for a in resources.ARCHS if one.compiles_for(a))
+        waits = one not in LAST and (one.path in older or arch != resources.ARCHS[0])
+        if one in LAST:  # 120 has the least shared memory
+            arch = "120" if one.compiles_for("120") else "90"
+        yield pytest.param(one, arch, id=one.op, marks=[pytest.mark.gpu] * waits)
 
 
 @needs_nvcc
-@pytest.mark.parametrize("builds", [*parts()])
-def test_every_version_compiles_without_spills(builds, tmp_path):
-    """Compile for the first architecture that a version supports: its code is the same for all.
-
-    Versions are compiled together because nvcc takes longer for its headers than for a simple one.
-    """
-    assert not any("__CUDA_ARCH__" in one.path.read_text("utf-8") for one in builds)
-    files = [one.path.relative_to(header.CSRC) for one in builds]
-    lines = (
-        f'#define ATTENTION_VERSION {one.op}\n#include "{file}"\n'
-        for one, file in zip(builds, files, strict=True)
-    )
-    file = tmp_path / "v01_together.cu"
-    file.write_text("".join(f"#undef ATTENTION_VERSION\n{line}" for line in lines))
-    together = dataclasses.replace(builds[0], path=file)
-    found = resources.compile_version(together, alike(builds[0])[0])
-    for one in builds:
-        assert any(f"{len(one.op)}{one.op}" in symbol for symbol in found), one.op
-    for kernel in found.values():
-        # Scalars that live through the inner loops; an array would be hundreds of bytes.
-        assert kernel.spill_stores <= 64 >= kernel.spill_loads
-
-
-@needs_nvcc
-@pytest.mark.parametrize("version", LAST, ids=lambda version: version.op)
-def test_the_last_version_of_a_ladder_on_later_architectures(version):
-    arch = "120" if version.compiles_for("120") else "90"  # 120 has the least shared memory
-    rows = resources.resource_table([version], (arch,))
-    assert {(row.arch, row.head_dim) for row in rows} == {(arch, d) for d in version.head_dims}
+@pytest.mark.parametrize(("build", "arch"), [*builds()])
+def test_every_version_compiles_without_spills(build, arch):
+    assert "__CUDA_ARCH__" not in build.path.read_text("utf-8")  # its code is the same for all
+    rows = resources.resource_table([build], (arch,))
+    assert {(row.arch, row.head_dim) for row in rows} == {(arch, d) for d in build.head_dims}
     for row in rows:
+        # Scalars that live through the inner loops; an array would be hundreds of bytes.
         assert row.spill_stores <= 64 >= row.spill_loads
         assert row.registers * row.threads <= resources.REGISTERS_PER_SM
-        if row.head_dim <= 64:
-            assert row.blocks > 0
-    assert version.label in resources.format_table(rows)
+        assert row.blocks > 0 or row.head_dim > 64 or build not in LAST
+    assert build.label in resources.format_table(rows)
 
 
 @pytest.mark.skipif(compilers.find_gxx() is None, reason="needs a compiler to ask for its version")
@@ -105,20 +63,15 @@ def test_a_version_is_compiled_once_and_again_if_it_changes(tmp_path, monkeypatc
     def output_of(command, folder):
         compiled.append(command)
         (Path(folder) / "kernel.cubin").write_bytes(b"\0code")
-        spills = "0 bytes spill stores, 0 bytes spill loads"
-        return f"Compiling entry function 'k' {spills} Used 9 registers"
+        return "the report"
 
     monkeypatch.setattr(compilers, "output_of", output_of)
     file = tmp_path / "v01_mine.cu"
     file.write_bytes(VERSIONS[0].path.read_bytes())
-    for times, folder in (1, "a"), (1, "b"), (2, "c"):
-        (tmp_path / folder).mkdir()
-        if times == 2:
-            file.write_text(f"{file.read_text()}\n")
-        version = header.parse_header(file)
-        found = resources.compile_version(version, "90", tmp_path / folder)
-        assert found == {"k": resources.Compiled(9, 0, 0, 0)}
-        assert (tmp_path / folder / "kernel.cubin").read_bytes() == b"\0code"
+    for times, more in ((1, ""), (1, ""), (2, "\n")):
+        file.write_text(f"{file.read_text()}{more}")
+        found = resources.compile_cubin(header.parse_header(file), "90")
+        assert found == ("the report", b"\0code")
         assert len(compiled) == times
 
 
@@ -133,17 +86,14 @@ def test_an_unknown_architecture_is_the_compilers_error():
 def test_ptxas_is_read():
     output = (
         "ptxas info    : Compiling entry function '_Zone' for 'sm_90'\n"
-        "ptxas info    : Function properties for _Zone\n"
         "    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
         "ptxas info    : Used 40 registers, used 1 barriers, 400 bytes smem\n"
         "ptxas info    : Compiling entry function '_Ztwo' for 'sm_90'\n"
-        "ptxas info    : Function properties for _Ztwo\n"
         "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 255 registers\n"
     )
-    one, two = resources.parse_ptxas(output).values()
-    assert (one.registers, one.spill_stores, one.spill_loads, one.static_smem) == (40, 16, 24, 400)
-    assert (two.registers, two.static_smem) == (255, 0)
+    expected = {"_Zone": Compiled(40, 16, 24, 400), "_Ztwo": Compiled(255, 0, 0, 0)}
+    assert resources.parse_ptxas(output) == expected
 
 
 @pytest.mark.parametrize(
@@ -151,63 +101,36 @@ def test_ptxas_is_read():
     [
         ("90", 256, 32, 0, (8, "warps")),
         ("90", 32, 32, 0, (32, "blocks")),
-        ("90", 256, 128, 0, (2, "registers")),
         ("90", 128, 255, 0, (2, "registers")),
+        ("90", 128, 33, 0, (12, "registers")),  # rounded up to 40 registers
+        ("90", 32, 96, 0, (20, "registers")),  # 5 warps fit in each of four parts
         ("90", 128, 16, 100 * 1024, (2, "shared memory")),
         ("90", 128, 16, 228 * 1024, (0, "shared memory")),
         ("75", 1024, 64, 64 * 1024, (1, "warps")),
         ("86", 128, 16, 49 * 1024, (2, "shared memory")),
-        ("86", 128, 16, 50 * 1024, (1, "shared memory")),
-        ("80", 128, 16, 81 * 1024, (2, "shared memory")),
         ("80", 128, 16, 82 * 1024, (1, "shared memory")),
         ("89", 32, 32, 0, (24, "blocks")),
-        ("90", 128, 33, 0, (12, "registers")),  # rounded up to 40 registers
-        ("90", 32, 96, 0, (20, "registers")),  # 5 warps fit in each of four parts
         ("120", 256, 32, 0, (6, "warps")),
-        ("120", 128, 16, 100 * 1024, (0, "shared memory")),
     ],
 )
 def test_occupancy(arch, threads, registers, shared, expected):
     assert resources.resident_blocks(arch, threads, registers, shared) == expected
 
 
-def test_every_number_is_in_the_right_column():
-    launch = Launch(64, "kernel<64>", "_Zone", (1, 1, 1), (80, 1, 1), 1024, b"")
-    compiled = {"_Zone": resources.Compiled(40, 16, 24, 400)}
-    head, line = resources.format_table(
-        [resources._row("v01", "90", "float16", launch, compiled)]
-    ).splitlines()
-    assert dict(zip(re.split("  +", head), re.split("  +", line), strict=True)) == {
-        "version": "v01",
-        "arch": "sm_90",
-        "dtype": "float16",
-        "head_dim": "64",
-        "kernel": "kernel<64>",
-        "threads": "80",  # three warps, the last not full
-        "registers": "40",
-        "spills st/ld": "16/24",
-        "static smem": "400",
-        "dynamic smem": "1024",
-        "blocks/SM": "16",
-        "warps/SM": "48/64",
-        "occupancy": "75%",
-        "limited by": "registers",
-    }
-
-
-def test_shared_memory_of_both_kinds_limits_the_blocks():
-    launch = Launch(64, "kernel", "_Zone", (1, 1, 1), (128, 1, 1), 40 * 1024, b"")
-    compiled = {"_Zone": resources.Compiled(32, 0, 0, 40 * 1024)}
-    row = resources._row("v01", "90", "float16", launch, compiled)
-    assert (row.blocks, row.limited_by) == (2, "shared memory")
+def test_shared_memory_of_both_kinds_limits_the_blocks(monkeypatch):
+    launch = Launch(64, "kernel", "_Zone", (1, 1, 1), (80, 1, 1), 40 * 1024, b"")
+    compiled = {"_Zone": Compiled(32, 16, 24, 40 * 1024)}
+    monkeypatch.setattr(resources, "record", lambda *_: [launch])
+    monkeypatch.setattr(resources, "compile_version", lambda *_: compiled)
+    (row,) = resources.rows_of("v01", VERSIONS[0], "90", [64])
+    assert (row.blocks, row.limited_by, row.spill_loads) == (2, "shared memory", 24)
+    assert (row.warps, row.max_warps) == (6, 64)  # three in a block, the last not full
+    compiled.clear()
     with pytest.raises(BuildError, match="v01 launches kernel, which ptxas did not compile"):
-        resources._row("v01", "90", "float16", launch, {})
+        resources.rows_of("v01", VERSIONS[0], "90", [64])
 
 
 def test_kernels_that_start_early_are_listed():
     version = next(one for one in header.versions() if one.name == "v17")
-    launches = resources.launches_of(version, [64])
-    assert [launch.kernel.split("<")[0] for launch in launches] == [
-        "attention_kernel",
-        "join_kernel",
-    ]
+    names = [launch.kernel.split("<")[0] for launch in resources.record(version, [64])]
+    assert names == ["attention_kernel", "join_kernel"]

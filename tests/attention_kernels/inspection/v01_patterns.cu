@@ -1,6 +1,7 @@
 // v01 - access patterns
 //
-// Change: each pattern is one line, named by a comment.
+// Change: each pattern is one line, named by a comment. Those of shared memory have the counts of
+//         two warps: requests/wavefronts/conflicts/ways of the worst conflict.
 // Why:    their costs are known.
 // Cost:   none.
 // Tile:   one block of 64 threads
@@ -33,39 +34,39 @@ __global__ void patterns(const float* q, float* o, int head_dim) {
   ATTENTION_DYNAMIC_SHARED(float, smem);
   __shared__ float fixed[64];
   const int lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i < 4096; i += 64) smem[i] = 0.0f;  // fill
-  fixed[threadIdx.x] = 0.0f;                                    // static
+  for (int i = threadIdx.x; i < 4096; i += 64) smem[i] = 0.0f;  // fill 128/128/0/1
+  fixed[threadIdx.x] = 0.0f;                                    // static 2/2/0/1
   __syncthreads();
   float x = 0.0f;
-  x += smem[lane];                                              // in order
-  x += smem[7];                                                 // broadcast
-  x += smem[2 * lane];                                          // every second
-  x += smem[32 * lane];                                         // a column
-  x += smem[33 * lane];                                         // a padded column
-  x += smem[lane % 16 * 32 + lane / 16];                        // half a column twice
-  x += reinterpret_cast<float4*>(smem)[lane].x;                 // one of four
-  const float4 a = reinterpret_cast<float4*>(smem)[lane];       // vectors
-  const float4 b = reinterpret_cast<float4*>(smem)[8 * lane];   // vectors in a column
-  const float2 c = reinterpret_cast<float2*>(smem)[16 * lane];  // pairs in a column
-  const float4 d = reinterpret_cast<float4*>(smem)[lane / 2];   // vectors of neighbours
-  const float4 e = reinterpret_cast<float4*>(smem)[lane / 4 * 2 + lane % 2];  // two by two
-  const float4 f = reinterpret_cast<float4*>(smem)[lane / 4];                 // vectors of four
-  const float2 g = reinterpret_cast<float2*>(smem)[lane / 2];                 // pairs of neighbours
-  const float4 h = reinterpret_cast<float4*>(smem)[lane % 16];  // vectors of both halves
+  x += smem[lane];                                              // in order 2/2/0/1
+  x += smem[7];                                                 // broadcast 2/2/0/1
+  x += smem[2 * lane];                                          // every second 2/4/2/2
+  x += smem[32 * lane];                                         // a column 2/64/62/32
+  x += smem[33 * lane];                                         // a padded column 2/2/0/1
+  x += smem[lane % 16 * 32 + lane / 16];                        // half a column twice 2/32/30/16
+  x += reinterpret_cast<float4*>(smem)[lane].x;                 // one of four 2/8/6/4
+  const float4 a = reinterpret_cast<float4*>(smem)[lane];       // vectors 2/8/0/1
+  const float4 b = reinterpret_cast<float4*>(smem)[8 * lane];   // vectors in a column 2/64/56/8
+  const float2 c = reinterpret_cast<float2*>(smem)[16 * lane];  // pairs in a column 2/64/60/16
+  const float4 d = reinterpret_cast<float4*>(smem)[lane / 2];   // vectors of neighbours 2/4/0/1
+  const float4 e = reinterpret_cast<float4*>(smem)[lane / 4 * 2 + lane % 2];  // two by two 2/4/0/1
+  const float4 f = reinterpret_cast<float4*>(smem)[lane / 4];   // vectors of four 2/4/0/1
+  const float2 g = reinterpret_cast<float2*>(smem)[lane / 2];   // pairs of neighbours 2/2/0/1
+  const float4 h = reinterpret_cast<float4*>(smem)[lane % 16];  // vectors of both halves 2/8/0/1
   x += a.y + b.z + c.x + d.x + e.x + f.x + g.x + h.x;
   x += none(smem);               // called before
-  x += helper(smem, 32 * lane);  // called
-  x += fixed[16 * (lane % 4)];   // static column
+  x += helper(smem, 32 * lane);  // called 2/64/62/32
+  x += fixed[16 * (lane % 4)];   // static column 2/4/2/2
   for (int i = 0; i < 3; ++i) {
     for (int j = 0; j <= lane; ++j) {
-      x += smem[j];  // some leave early
+      x += smem[j];  // some leave early 192/192/0/1
     }
-    x += smem[i];  // all again
+    x += smem[i];  // all again 6/6/0/1
   }
   if (lane < 8) {
-    x += smem[lane];  // eight lanes
+    x += smem[lane];  // eight lanes 2/2/0/1
   } else {
-    x += smem[64 + 32 * lane];  // the others
+    x += smem[64 + 32 * lane];  // the others 2/48/46/24
   }
   __pipeline_memcpy_async(smem + 4 * threadIdx.x, q + 8 * threadIdx.x, 16);  // asynchronous
   o[threadIdx.x] = x;                                                        // store in order

@@ -1,6 +1,7 @@
 // v02 - copies by TMA and products of a warpgroup whose counts are known
 //
-// Change: none.
+// Change: none. The comments have bytes/requests/wavefronts/sectors/fewest sectors; rows of 128
+//         bytes are 4 sectors, and rows of 16 bytes fill half of one.
 // Why:    the recorder of accesses must count each as the hardware executes it.
 // Cost:   none.
 // Tile:   64 x 32, block 128
@@ -28,10 +29,10 @@ __global__ void tiles(const __grid_constant__ TensorMap q, const __grid_constant
     ptx::barrier_init(&barrier, 1);
     ptx::barrier_init_fence();
     ptx::barrier_expect(&barrier, 2 * kTileBytes + 1024 + 256);
-    load(smem, q, 0, &barrier);                                           // all rows
-    load(smem + kTileBytes, q, 64, &barrier);                             // eight rows
-    ptx::load_tile(smem + 2 * kTileBytes, narrow, 0, 0, 0, 0, &barrier);  // narrow
-    ptx::copy_bulk(smem + 2 * kTileBytes + 1024, k, 256, &barrier);       // contiguous
+    load(smem, q, 0, &barrier);                // all rows 8192/1/64/256/256
+    load(smem + kTileBytes, q, 64, &barrier);  // eight rows 8192/1/64/32/32
+    ptx::load_tile(smem + 2 * kTileBytes, narrow, 0, 0, 0, 0, &barrier);  // narrow 1024/1/8/64/32
+    ptx::copy_bulk(smem + 2 * kTileBytes + 1024, k, 256, &barrier);       // contiguous 256/1/2/8/8
   }
   __syncthreads();
   ptx::barrier_wait(&barrier, 0);
@@ -40,13 +41,15 @@ __global__ void tiles(const __grid_constant__ TensorMap q, const __grid_constant
   const uint64_t first = ptx::matrix_descriptor(smem);
   const uint64_t second = ptx::matrix_descriptor(smem + kTileBytes);
   ptx::multiply_fence(sums, a);
-  for (int at = 0; at < 128; at += 32)
-    ptx::multiply<false>(sums, ptx::advance(first, at), ptx::advance(second, at));  // A and B
-  ptx::multiply<false, true>(sums, a, second);                                      // B
+  for (int at = 0; at < 128; at += 32) {
+    const uint64_t to = ptx::advance(second, at);
+    ptx::multiply<false>(sums, ptx::advance(first, at), to);  // A and B 4096/4/128/0/0
+  }
+  ptx::multiply<false, true>(sums, a, second);  // B 2048/1/16/0/0
   ptx::multiply_commit();
   ptx::multiply_wait<0>(sums);
   if (threadIdx.x == 0) {
-    ptx::store_tile(o, 32, 0, 64, 0, smem);  // stored
+    ptx::store_tile(o, 32, 0, 64, 0, smem);  // stored 8192/1/64/32/32
     ptx::store_tiles_commit();
     ptx::store_tiles_wait<0>();
   }

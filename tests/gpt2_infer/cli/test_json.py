@@ -23,7 +23,7 @@ ACCESS = accesses.Access(
     (3,), "sK[j]", "shared", "load", 4, 1, 2, 1, 2, 0, 0, accesses.MemoryRequest(0, 0, 2, "sK", ())
 )
 RESOURCES = resources.Resources(
-    "v01", "90", "float32", "kernel", 64, 128, 32, 0, 0, 0, 0, 4, 64, 64, "warps"
+    32, 0, 0, 0, "v01", "90", "float32", "kernel", 64, 128, 0, 4, 64, 64, "warps"
 )
 COMMAND = {
     "accesses": ["CUSTOM_CUDA_VERSION_1"],
@@ -62,7 +62,7 @@ def report_of(**found):
 def quick(monkeypatch):
     """Replace what takes long by what it could have found."""
     monkeypatch.setattr(accesses, "count_accesses", lambda *_, **__: [ACCESS])
-    monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
+    monkeypatch.setattr(predict, "predict", lambda *_, **__: FOUND)
     monkeypatch.setattr(resources, "resource_table", lambda *_, **__: [RESOURCES])
     monkeypatch.setattr(resources, "compile_summary", lambda *_: "64 registers, no spills")
     monkeypatch.setattr("attention_kernels.judge.suite.verify", report_of())

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.inspection.sass import predict
-from attention_kernels.inspection.sass.binary import Request
-from attention_kernels.inspection.sass.timing import Prediction
-from gpt2_infer.bench.prediction import find_gpu, likely, prediction_row, timed_on
+from attention_kernels.inspection.sass.explain import StalledInstruction, StalledLine, Stalls
+from attention_kernels.inspection.sass.predict import Prediction
+from gpt2_infer.bench.prediction import find_gpu, likely, timed_on
 from gpt2_infer.bench.record import Gpu, KernelCell
-from gpt2_infer.bench.show.predicted import errors, summary
 from gpt2_infer.cli import main
 from tests.gpt2_infer.bench.common import file_of, kernel, kernels
 
@@ -34,44 +33,34 @@ FOUND = Prediction(
 )
 
 
-@pytest.fixture
-def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predict, "predict", lambda *_, **__: [FOUND])
+COMMAND = ["predict", "CUSTOM_CUDA_VERSION_12"]
 
 
-@pytest.mark.usefixtures("predicted")
-def test_predict_shows_the_largest_parts_and_the_bound(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.fixture(autouse=True)
+def _predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "predict", lambda *_, **__: FOUND)
+
+
+def test_the_largest_parts_the_bound_and_the_likely_range_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kernels().write(tmp_path / "r.json")
-    command = ["predict", "CUSTOM_CUDA_VERSION_12", "--results", str(tmp_path)]
-    assert main(command) == 0
-    shown = capsys.readouterr().out
-    assert "H200 SXM" in shown
-    heads, cells = (re.split("  +", line.strip()) for line in shown.splitlines()[2:4])
-    assert heads == [
-        "N",
-        "predicted",
-        "bound",
-        "largest parts",
-    ]  # there are no results to compare with
     largest = "42.0 shared memory, 40.7 uneven blocks, 30.0 issue slots"
-    assert cells == ["1024", "90.0", "shared memory", largest]
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["bound"] == "shared memory"
-
-
-@pytest.mark.usefixtures("predicted")
-def test_other_files_among_the_results_are_named_and_skipped(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    assert main(COMMAND) == 0
+    shown = capsys.readouterr().out
+    (row,) = (line for line in shown.splitlines() if line.startswith("1024 "))
+    assert re.fullmatch(rf"1024 +90\.0 +\d+\.\d\.\.\d+\.\d  shared memory  {largest}", row)
+    assert "kernels without tensor cores that were measured, 8 in 10 took 0." in shown
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "a.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    assert main(["predict", "CUSTOM_CUDA_VERSION_12"]) == 0
+    assert main(COMMAND) == 0
     out, err = capsys.readouterr()
-    assert "measured" not in out
+    assert re.search(rf"^1024 +90\.0  shared memory  {largest}$", out, re.M)  # nothing measured
     assert err.startswith("skipped: results/a.json is not a results file")
+    assert main([*COMMAND, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["bound"], found["likely_us"]) == ("shared memory", None)
 
 
 RTX = "NVIDIA GeForce RTX"
@@ -94,109 +83,85 @@ def test_a_prediction_is_compared_only_with_timings_of_the_same_card(key: str) -
         assert bool(timed_on(find_gpu(key), [timing])) == (name == CARDS[key][0])
 
 
-def test_a_prediction_is_compared_only_with_the_same_version_file() -> None:
-    cell = KernelCell(128)
-    results = file_of("prediction", [prediction_row("A", cell, "1", samples=[20.0])])
-    row = kernel("A", [10.0], cell=cell, version_digest="1")
-    assert summary(errors(results, [row])) == ["1", "100.0%", "100.0%", "1", "`A`, N=128: 2.00"]
-    assert errors(results, [kernel("A", [10.0], cell=cell, version_digest="2")]) == {}
-
-
 def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned() -> None:
     """Kernels 0 to 19 take 1.00 to 1.19 times as long as predicted; those on tensor cores twice."""
-    needs: dict[str, float] = {"issue slots": 1.0}
-    rows, timed = [], []
+    plain, tensor = {"issue slots": 1.0}, {"issue slots": 1.0, "tensor cores": 1.0}
+    rows, timed, cell = [], [], KernelCell(128)
     for n in range(20):
-        for name, more, factor in ((f"A{n}", {}, 1 + n / 100), (f"T{n}", {"tensor cores": 1.0}, 2)):
-            cell = KernelCell(128)
-            rows.append(prediction_row(name, cell, "1", samples=[10.0], needs_us=needs | more))
+        for name, needs, factor in ((f"A{n}", plain, 1 + n / 100), (f"T{n}", tensor, 2)):
+            rows.append(kernel(name, [10.0], cell=cell, version_digest="1", needs_us=needs))
             timed.append(kernel(name, [10 * factor], cell=cell, version_digest="1"))
     predictions = file_of("prediction", rows, settings={"gpu": "H200 SXM"})
-    timings = file_of("kernel", timed)
-    found = [
-        likely([predictions, timings], on_tensor_cores=on_tensor_cores)
-        for on_tensor_cores in (False, True)
-    ]
-    assert found == [None, None]  # measured on another card
+    files = [predictions, timings := file_of("kernel", timed)]
+    assert likely(files, plain) is None  # measured on another card
     assert timings.provenance.gpu
     timings.provenance.gpu.name = "NVIDIA H200"
-    plain = likely([predictions, timings], on_tensor_cores=False)
-    assert plain == pytest.approx((1.011, 1.179, 20))
-    assert likely([predictions, timings], on_tensor_cores=True) == pytest.approx((2.0, 2.0, 20))
+    found = likely(files, plain)
+    assert found
+    assert found[1:] == pytest.approx((1.011, 1.179, 20))
+    assert likely(files, tensor) == ("on", 2.0, 2.0, 20)
     few = file_of("prediction", rows[:10], settings={"gpu": "H200 SXM"})
-    assert likely([few, timings], on_tensor_cores=False) is None
-    lacking = file_of("prediction", [prediction_row("A1", KernelCell(128), "1", samples=[10.0])])
-    lacking.study["gpu"] = "H200 SXM"
+    lacking = file_of("prediction", [kernel("A1", [10.0], cell=cell)])
     elsewhere = file_of("prediction", rows, settings={"gpu": "another"})
-    assert likely([lacking, elsewhere, timings], on_tensor_cores=False) is None
-
-
-@pytest.mark.usefixtures("predicted")
-def test_the_range_of_the_committed_results_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    results = Path(__file__).parents[3] / "results"
-    assert main(["predict", "CUSTOM_CUDA_VERSION_12", "--results", str(results)]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^1024 +90\.0 +\d+\.\d\.\.\d+\.\d ", shown, re.M)
-    assert max(map(len, shown.splitlines()[2:4])) <= 120
-    assert re.search(
-        r"kernels without tensor cores that were measured, 8 in 10 took 0\.\d+ to", shown
-    )
+    assert likely([few, lacking, elsewhere, timings], plain) is None
 
 
 def test_a_launch_of_any_kernel_is_taken_from_the_options(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = []
+    given = []
 
-    def record(request: Request, *_: object, **__: object) -> Prediction:
-        found.append(request)
-        return FOUND
+    def record(*_: object, **launch: object) -> Prediction:
+        given.append(launch)
+        return dataclasses.replace(FOUND, assumed=("FOO is an addition",))
 
     monkeypatch.setattr(predict, "predict_kernel", record)
-    command = ["predict", "any.so", "--json", "--kernel=k", "--block=128"]
-    assert main([*command, "--grid", "4,12", "--args", "ptr", "-1", "2.5"]) == 0
-    assert main([*command, "--grid=1", "--shared=0"]) == 0
-    first, second = found
-    assert (first.grid, first.block) == ((4, 12, 1), (128, 1, 1))
-    assert (first.dynamic_smem, first.arguments) == (None, ("ptr", "-1", "2.5"))
-    assert second.dynamic_smem == 0
+    command = ["predict", "any.cubin", "--kernel=k", "--block=128", "--grid", "4,12"]
+    assert main([*command, "--args", "ptr", "-1", "2.5"]) == 0
+    assert given[0] == {
+        "kernel": "k", "grid": (4, 12, 1), "block": (128, 1, 1), "shared": 0,
+        "args": ("ptr", "-1", "2.5"), "lines": False,
+    }  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "k of any.cubin on H200 SXM: 4x12x1 blocks of 128x1x1 threads" in shown
+    assert "assumed: FOO is an addition" in shown
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--grid=1"], "--grid is of a launch: it needs --kernel"),
-        (["--kernel=k", "--grid=1"], "--kernel needs --block"),
-        (
-            ["--kernel=k", "--grid=1", "--block=1", "--head-dim=64"],
-            "--head-dim is of an attention call: give it or --kernel",
-        ),
+        ("any.cubin --grid=1", "--kernel requires an argument"),
+        ("any.cubin --kernel=k --grid=1", "--block requires an argument"),
+        ("any.cubin --kernel=k --grid=1 --block=1 --head-dim=64", "not the shape of an attention"),
+        ("CUSTOM_CUDA_VERSION_12 --dtype float16", "dtype float16 (it takes float32)"),
     ],
 )
-def test_options_of_a_launch_and_of_a_call_exclude_each_other(
-    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_options_that_do_not_fit_are_refused(
+    options: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["predict", "any.so", *options]) == 2
+    assert main(["predict", *options.split()]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_what_was_assumed_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_lines_shows_the_worst_ten_lines_and_json_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = dataclasses.replace(FOUND, assumed=("FOO is an addition",))
-    monkeypatch.setattr(predict, "predict_kernel", lambda *_, **__: found)
-    monkeypatch.chdir(tmp_path)  # without results
-    command = ["predict", "any.so", "--kernel=k", "--grid=3", "--block=64"]
-    assert main(command) == 0
-    shown = capsys.readouterr().out
-    assert "k of any.so on H200 SXM: 3x1x1 blocks of 64x1x1 threads" in shown
-    assert "assumed: FOO is an addition" in shown
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["assumed"] == ["FOO is an addition"]
-
-
-def test_a_dtype_that_a_version_does_not_take_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["predict", "CUSTOM_CUDA_VERSION_12", "--dtype", "float16"]) == 2
-    assert "dtype float16 (it takes float32)" in capsys.readouterr().err
+    load = StalledInstruction(0, 32, "LDS R1, [R2]", 0.31, "short scoreboard")
+    reasons = {"short scoreboard": 0.76, "wait": 0.24}
+    lines = [StalledLine(158, 0.41, reasons, [66], {140: 0.31}, [load], 0, "x += y;")]
+    lines += [StalledLine(n, 0.01, {"wait": 1.0}, [], {}, [], 1, f"line {n}") for n in range(12)]
+    stalls = Stalls("H200 SXM", 90.0, 0.25, reasons, ["kernel"], lines)
+    found = dataclasses.replace(FOUND, stalls=stalls)
+    monkeypatch.setattr(predict, "predict", lambda *_, lines, **__: found if lines else FOUND)
+    assert main([*COMMAND, "--lines"]) == 0
+    text = capsys.readouterr().out
+    assert "N=1024, 90.0 us: a warp issues in 25% of its cycles" in text
+    rows = [" ".join(line.split()) for line in text.splitlines() if line.startswith("v12:")]
+    assert len(rows) == 10
+    assert rows[:2] == [
+        "v12:158>66 41.0% 76% short scoreboard 24% wait 140 x += y;",
+        "v12:none 1.0% 100% wait line 0",
+    ]
+    assert main([*COMMAND, "--lines", "--json"]) == 0
+    (value,) = json.loads(capsys.readouterr().out)
+    assert (value["time_us"], value["issuing"], len(value["lines"])) == (90.0, 0.25, len(lines))

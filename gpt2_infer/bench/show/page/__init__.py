@@ -17,9 +17,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from attention_kernels.inspection.accesses import BY_LANE
+from attention_kernels.inspection.sass.predict import Prediction
 from attention_kernels.judge.suite import Report
-from gpt2_infer.bench.prediction import find_gpu
-from gpt2_infer.bench.record import Row, Shape
+from gpt2_infer.bench.record import Shape
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Kernel
 
@@ -32,10 +32,6 @@ def render(
     verdicts: Mapping[str, Report | str],
 ) -> str:
     """Return the HTML page; predictions and verdicts, or the reasons against them, by version."""
-    short = [kernel.version.name for kernel in kernels]
-    labels = {
-        k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
-    }
     text = {name: _text(f"page.{name}") for name in ("css", "js")}
     environment = Environment(
         loader=PackageLoader(__name__, ""),
@@ -53,7 +49,6 @@ def render(
         shape=shape,
         kernels=kernels,
         predictions=predictions,
-        labels=labels,
         verdicts=verdicts,
         most_failures=SHOWN_FAILURES,
         counters=source.COUNTERS,
@@ -88,25 +83,21 @@ class Bars:
         return max(bar.us for bar in self.bars)
 
 
-def bars(row: Row, gpu: str) -> Bars | str:
-    """Return the parts of a prediction, or the reason against it."""
-    if not row.samples:
-        return row.reason
-    found = row.extra
-    notes = {"load-store unit": "shared memory, L1 and shuffles together"}
-    needs = sorted(found["needs_us"].items(), key=lambda need: -need[1])
-    bars = [Bar(name, notes.get(name, ""), us, "need") for name, us in needs if us >= 0.05]
-    bars += [
-        Bar(name, note, found[key], "lost")
-        for name, note, key in (
-            ("latency", "warps wait for results, barriers and each other", "waiting_us"),
-            ("uneven blocks", "multiprocessors without work", "uneven_us"),
-            ("launch", "", "launch_us"),
-        )
-        if found.get(key)
+def bars(found: Prediction) -> Bars:
+    """Return the parts of a prediction."""
+    notes = {
+        "load-store unit": "shared memory, L1 and shuffles together",
+        "latency": "warps wait for results, barriers and each other",
+        "uneven blocks": "multiprocessors without work",
+    }
+    parts = sorted(found.parts.items(), key=lambda part: (part[0] in found.lost_us, -part[1]))
+    bars = [
+        Bar(name, notes.get(name, ""), us, "lost" if name in found.lost_us else "need")
+        for name, us in parts
+        if us >= 0.05
     ]
-    bars.append(Bar("predicted", f"bound by {found['bound']}", row.median, "predicted"))
-    return Bars(f"Predicted for {find_gpu(gpu).name}, microseconds, {row.kernel}", bars)
+    bars.append(Bar("predicted", f"bound by {found.bound}", found.time_us, "predicted"))
+    return Bars(f"Predicted for {found.gpu}, 12 heads, {found.seqlen:,} tokens; microseconds", bars)
 
 
 def _text(name: str) -> str:

@@ -14,7 +14,7 @@ from pygments.lexers.c_cpp import CppLexer
 from pygments.token import Comment, Keyword, Literal
 
 from attention_kernels.inspection.accesses import Access
-from attention_kernels.inspection.sass.stalls import StalledLine, Stalls
+from attention_kernels.inspection.sass.explain import StalledLine, Stalls
 from attention_kernels.judge.suite import Failure
 from attention_kernels.ladder.header import VersionHeader
 

@@ -1,5 +1,5 @@
-// Integer, logic and shift operations. test_execute.py compares what their machine code
-// computes with Python.
+// Integer, logic and shift operations. test_execute.py compares the results of their machine code
+// with those of operations_on_host.cu.
 //
 //     nvcc -cubin -arch=sm_90 operations.cu -o operations.cubin
 //     cuobjdump -sass operations.cubin | tr -s " \t" " " > operations_sm_90.sass

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
 
-import msgspec
 import pytest
 
 from attention_kernels import ladder
-from attention_kernels.inspection.launches import Launch
-from attention_kernels.inspection.sass import explain, timing
-from attention_kernels.inspection.sass.decode import Instruction
-from attention_kernels.inspection.sass.gpus import gpus
-from attention_kernels.inspection.sass.grid import Line
-from attention_kernels.inspection.sass.multiprocessor import Work
-from attention_kernels.inspection.sass.predict import Case, predict
-from attention_kernels.inspection.sass.program import Program
-from attention_kernels.inspection.sass.stalls import EXITED, SELECTED, Stall, Stalls, Watch
-from attention_kernels.inspection.sass.timing import LaunchModel
-from tests.attention_kernels.inspection.sass.test_predict import needs_cuda_programs
-
-H200 = gpus()["h200"]
-CASE = Case(1, 1024, 12, 64, is_causal=True)
+from attention_kernels.inspection.resources import Launch
+from attention_kernels.inspection.sass import explain
+from attention_kernels.inspection.sass.decode import Instruction, Program
+from attention_kernels.inspection.sass.explain import StalledInstruction
+from attention_kernels.inspection.sass.multiprocessor import EXITED, SELECTED, Stall
+from attention_kernels.inspection.sass.predict import predict
+from tests.attention_kernels.inspection.sass.common import H200, needs_cuda_programs
 
 # What nvdisasm prints: a kernel at line 20, a function called in line 25, and a lambda in line 30.
 TABLE = """
@@ -63,43 +54,16 @@ def test_the_caller_of_a_nested_call_is_that_of_the_result_it_uses():
     assert explain.mended(chains, waits, source.split("\n")) == [*chains[:3], (7, 3, 1), (6,)]
 
 
-def model(code, requests=((0, 0, 0),), blocks=132, **changes):
-    """Return a launch of blocks of 8 warps that execute the code 50 times."""
-    warp = [(at, *requests[at % len(requests)]) for _ in range(50) for at in range(len(code))]
-    counts = Counter(issue=8 * len(warp), misses=1, loads=8 * sum(one[1] for one in warp))
-    work = Work([warp] * 8, [[0] * 8] * 8, counts)
-    line = Line(1, {0: counts}, [work], alike=blocks)
-    total = defaultdict(float, {name: line.total(name) for name in counts})
-    launch = Launch(64, "kernel", "kernel", (blocks, 1, 1), (256, 1, 1), 0, b"")
-    found = LaunchModel("v01", H200, launch, code, 1, line, total, 0.0)
-    return dataclasses.replace(found, **changes)
-
-
-LOAD = Instruction("LDS", ("R2", "[R4]"), writes=0)
-USE = Instruction("FADD", ("R3", "R2", "R2"), waits=(0,))
-
-
-def test_the_ends_of_blocks_are_observed_as_often_as_their_loops(monkeypatch):
-    """The time comes from a part of the instructions, the stalls from all of them."""
-    monkeypatch.setattr(timing, "_MAX_TIMED", 1000)
-    one = model([USE, LOAD], blocks=264, fits=2)
-    (work,) = one.line.works
-    halves = dataclasses.replace(work, parts=[[0] * 8] * 4 + [[50] * 8] * 4)
-    one = dataclasses.replace(one, line=dataclasses.replace(one.line, works=[halves]))
-    watch = Watch()
-    timing.time_of(one, watch)
-    issued = {stall.place: n for stall, n in watch.cycles.items() if stall.reason == "selected"}
-    assert issued == {0: 2 * 8 * 50, 1: 2 * 8 * 50}
-
-
 def test_stalls_are_summed_by_line_and_by_instruction(monkeypatch, tmp_path):
     """A line that calls a function waits for the result of the line above it."""
     source = tmp_path / "v01.cu"
     source.write_text("f(x)\nx = load();\ny += f(x);\n")
     frames = {"kernel": [[(str(source), 2)], [(str(source), 3), (str(source), 1)], []]}
     monkeypatch.setattr(explain, "_line_table", lambda _: frames)
-    one = model([LOAD, USE, USE])
-    program = Program(source, "v01", H200, {}, {})
+    load = Instruction("LDS", ("R2", "[R4]"), writes=0)
+    use = Instruction("FADD", ("R3", "R2", "R2"), waits=(0,))
+    program = Program(source, "v01", H200, {"kernel": [load, use, use]}, {})
+    launch = Launch(64, "kernel", "kernel", (132, 1, 1), (256, 1, 1), 0, b"")
     cycles = {
         Stall(1, "short scoreboard", 0): 50.0,
         Stall(1, "wait", 1): 9.7,
@@ -108,22 +72,17 @@ def test_stalls_are_summed_by_line_and_by_instruction(monkeypatch, tmp_path):
         Stall(0, SELECTED, 0): 20.0,
         Stall(0, EXITED, 0): 99.0,
     }
-    found = explain.explain(program, tmp_path, [(one, 3.0, cycles)], 4.0)
-    assert found == msgspec.convert(msgspec.to_builtins(found, str_keys=True), Stalls, strict=False)
+    found = explain.explain(program, tmp_path, [(launch, 3.0, cycles)], 4.0)
     assert (found.issuing, found.kernels, found.us(0.5)) == (0.25, ["kernel"], 1.5)
     assert found.reasons == {"short scoreboard": 0.83333, "wait": 0.16667}
-    assert [(line.line, line.share) for line in found.lines] == [
-        (3, 0.995),
-        (2, 0.00417),
-        (0, 0.00083),
-    ]
     worst, _, none = found.lines
-    assert (worst.source, worst.through, worst.waits_for) == ("y += f(x);", [1], {2: 0.83752})
+    assert (worst.line, worst.share, worst.source) == (3, 0.995, "y += f(x);")
+    assert (worst.through, worst.waits_for) == ([1], {2: 0.83752})
     assert worst.reasons == {"short scoreboard": 0.83752, "wait": 0.16248}
-    (instruction,) = worst.instructions
-    assert (instruction.address, instruction.text) == (16, "FADD R3, R2, R2")
-    assert (instruction.share, instruction.reason) == (0.995, "short scoreboard")
-    assert (none.source, none.instructions, none.others) == ("", [], 1)
+    assert [*worst.instructions] == [
+        StalledInstruction(0, 16, "FADD R3, R2, R2", 0.995, "short scoreboard")
+    ]
+    assert (none.line, none.source, none.instructions, none.others) == (0, "", [], 1)
 
 
 @pytest.mark.slow
@@ -131,9 +90,8 @@ def test_stalls_are_summed_by_line_and_by_instruction(monkeypatch, tmp_path):
 def test_a_version_is_explained_line_by_line():
     """The prediction is that of the code without a line table."""
     version = ladder.versions()["CUSTOM_CUDA_VERSION_2"]
-    case = CASE._replace(seqlen=16, num_heads=1)
-    (found,) = predict(version, H200, [case], lines=True)
-    (plain,) = predict(version, H200, [case])
+    found = predict(version, H200, seqlen=16, num_heads=1, lines=True)
+    plain = predict(version, H200, seqlen=16, num_heads=1)
     assert dataclasses.replace(found, stalls=None) == plain
     assert sum(line.share for line in found.stalls.lines) == pytest.approx(1, abs=1e-3)
     text = version.source.split("\n")

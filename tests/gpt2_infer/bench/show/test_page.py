@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -13,13 +14,15 @@ pytest.importorskip("pygments")
 
 from attention_kernels import get_backend, ladder, list_backends
 from attention_kernels.inspection.accesses import Access, count_accesses
+from attention_kernels.inspection.sass.explain import StalledInstruction, StalledLine, Stalls
+from attention_kernels.inspection.sass.predict import Prediction
 from attention_kernels.judge.suite import Failure, Report
-from attention_kernels.ladder.header import parse_header
+from attention_kernels.ladder.header import VersionHeader, parse_header
 from gpt2_infer.bench import report
-from gpt2_infer.bench.prediction import prediction_row
-from gpt2_infer.bench.record import KernelCell, Row, Shape
+from gpt2_infer.bench.record import Shape
 from gpt2_infer.bench.report import make_page
 from gpt2_infer.bench.show.page import bars
+from tests.gpt2_infer.cli.test_predict import FOUND
 
 pytestmark = pytest.mark.slow  # versions are compiled for the emulator
 
@@ -63,30 +66,18 @@ def failed() -> Report:
     return Report(spec, "cpu", 7, checks=35, failures=[Failure(*one) for one in found])
 
 
-def predicted(name: str, *_, **__) -> list[Row]:
+def predicted(version: VersionHeader, *_, **__) -> Prediction:
     """The prediction of a version, in which each line waits for line 1 and is in two kernels."""
-    slug = next(slug for slug, known in NAMES.items() if known == name)
+    slug = V1 if version.number == 1 else V2
     reasons = {"short scoreboard": 0.75, "wait": 0.25}
-    lines = [
-        {
-            "line": line_of(slug, text),
-            "share": share,
-            "reasons": reasons,
-            "through": [2],
-            "waits_for": {"1": 0.5},
-            "instructions": [
-                [0, 0x4A0, "LDS.128 R4, [R12]", share / 2, "short scoreboard"],
-                [1, 0x10, "FFMA R1, R2, R3, R1", share / 4, "wait"],
-            ],
-            "others": 3,
-        }
-        for text, share in SHARES[slug].items()
-    ]
-    stalls = {"gpu": "H200 SXM", "time_us": 100.0, "issuing": 0.2, "reasons": reasons}
-    stalls |= {"kernels": ["attention<32>", "combine<32>"], "lines": lines}
-    needs = {"shared memory": 30.0}
-    cell, parts = KernelCell(1024, head_dim=32), {"bound": "latency", "needs_us": needs}
-    return [prediction_row(name, cell, "digest", samples=[100.0], **parts, stalls=stalls)]
+    lines = []
+    for text, share in SHARES[slug].items():
+        load = StalledInstruction(0, 0x4A0, "LDS.128 R4, [R12]", share / 2, "short scoreboard")
+        add = StalledInstruction(1, 0x10, "FFMA R1, R2, R3, R1", share / 4, "wait")
+        where = line_of(slug, text), share, reasons, [2], {1: 0.5}
+        lines.append(StalledLine(*where, [load, add], 3))
+    stalls = Stalls("H200 SXM", 100.0, 0.2, reasons, ["attention<32>", "combine<32>"], lines)
+    return dataclasses.replace(FOUND, time_us=100.0, stalls=stalls)
 
 
 def make(folder: Path) -> str:
@@ -96,9 +87,9 @@ def make(folder: Path) -> str:
     versions[HOSTILE] = parse_header(folder / "v03_hostile.cu")
     verdicts = {NAMES[V2]: failed(), HOSTILE: "it needs a GPU"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "predict_version", predicted)
+        patch.setattr(report, "predict", predicted)
         names = [*NAMES.values()]
-        return make_page(versions, Shape(**SHAPE), gpu="h200", predict=names, verdicts=verdicts)
+        return make_page(versions, Shape(**SHAPE), gpu="h200", predicted=names, verdicts=verdicts)
 
 
 @pytest.fixture(scope="module")
@@ -136,20 +127,10 @@ def test_verdicts_and_stalls_are_shown_at_their_lines(file):
 
 
 def test_a_prediction_is_drawn_with_its_parts():
-    row = prediction_row(
-        "CUSTOM_CUDA_VERSION_2",
-        KernelCell(1024),
-        "digest",
-        samples=[60.0],
-        bound="shared memory",
-        needs_us={"issue slots": 20.0, "shared memory": 30.0},
-        waiting_us=10.0,
-        uneven_us=19.0,
-        launch_us=1.0,
-    )
-    assert [bar.us for bar in bars(row, "h200").bars] == [30.0, 20.0, 10.0, 19.0, 1.0, 60.0]
-    row.samples, row.reason = [], "not this"
-    assert bars(row, "h200") == "not this"
+    shown = bars(FOUND)
+    names = ["shared memory", "issue slots", "uneven blocks", "latency", "launch", "predicted"]
+    assert [bar.name for bar in shown.bars] == names
+    assert [bar.us for bar in shown.bars] == [42.0, 30.0, 40.7, 6.0, 1.3, 90.0]
 
 
 @functools.cache

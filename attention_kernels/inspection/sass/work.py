@@ -1,19 +1,28 @@
-"""Choose the blocks of a launch that are executed; they tell the work of all others in the grid."""
+"""Find out what the blocks of a launch do: execute some of them, and interpolate the others.
+
+The work of a block is the instructions of its warps with the memory traffic of each, and the events
+for which its warps wait: phases of mbarriers, numbered barriers, products of warpgroups, and
+registers that other warps give up. An event is complete when every contribution to it has been
+made, by threads that arrive, by copies, or by the four warps that issue a product.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
 
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection.launches import Launch, Triple
-from attention_kernels.inspection.sass.multiprocessor import Work, counts_of, work_of
-from attention_kernels.inspection.sass.program import Program, run_blocks
-from attention_kernels.inspection.sass.state import Blocks
+from attention_kernels.inspection.resources import Launch, Triple
+from attention_kernels.inspection.sass.decode import Instruction, Program
+from attention_kernels.inspection.sass.execute import run_blocks
+from attention_kernels.inspection.sass.state import WARPGROUP, Blocks, Event, Issue
 
 _SAMPLED = 8  # blocks executed if the work of the others can be interpolated
 _SPREAD = 128  # blocks executed otherwise
@@ -21,6 +30,145 @@ _MAX_LANES_TIMES_ISSUED = 500_000_000  # limit for those blocks: a few seconds
 _LINEAR = 0.02  # deviation from a line up to which work counts as linear
 _MAX_GRID = 2**20  # most blocks in a grid: each is scheduled
 _MAX_WHOLE = 32  # block 0 is executed as well if an axis has at most this many blocks
+
+Issued: TypeAlias = tuple[int, int, int, int]
+"""An instruction of a warp: its index, wavefronts, L1 lines, and sectors that go to L2."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """The events of a block."""
+
+    needs: Counter[Event] = field(default_factory=Counter)
+    """Number of contributions that complete each event."""
+    signals: dict[tuple[int, int], Event] = field(default_factory=dict)
+    """The event to which an instruction contributes, by warp and position in its instructions."""
+    awaits: dict[tuple[int, int], Event] = field(default_factory=dict)
+    """The event for which an instruction waits, by warp and position in its instructions."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The instructions and the memory traffic of one block's warps."""
+
+    warps: list[list[Issued]]
+    """The instructions of each warp."""
+    parts: list[list[int]]
+    """Position of each warp after 0, 1, ... 7 eighths of the block's instructions."""
+    counts: Counter[str]
+    """Instructions in total and by pipe, wavefronts, lines, misses, and of the products of
+    warpgroups the FLOP and the wavefronts of their operands."""
+    events: Events = field(default_factory=Events)
+
+    @property
+    def instructions(self) -> int:
+        """Instructions executed by all warps."""
+        return self.counts["issue"]
+
+
+# ---- One block -----------------------------------------------------------------------------------
+
+PIPES = {
+    "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
+    "multiply": ("IMAD",),
+    "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
+    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS"),
+    "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG", "LDL", "STL"),
+    "shuffle": ("SHFL",),
+    "tensor": ("HMMA", "IMMA"),
+    "warpgroup": ("HGMMA",),
+    "tile": ("UTMALDG", "UBLKCP"),
+    "constant": ("LDC", "ULDC", "S2R"),
+    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR",
+                "WARPGROUP", "USETMAXREG", "ELECT"),
+}  # fmt: skip
+_PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
+_WAVEFRONTS = {
+    "STS": "stores", "STSM": "stores", "LDGSTS": "copies", "UTMALDG": "tiles", "UBLKCP": "tiles",
+}  # fmt: skip
+_UNIFORM = ("S2UR", "R2UR", "VOTEU")
+
+
+def pipe_of(one: Instruction) -> str:
+    """Return the pipe that executes an instruction: one of PIPES, "uniform" or "integer"."""
+    if one.base in _PIPE_OF:
+        return _PIPE_OF[one.base]
+    return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
+
+
+def counts_of(blocks: Blocks) -> list[Counter[str]]:
+    """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
+    totals = np.zeros((4, len(blocks.code), len(blocks.indices), blocks.warps), np.int32)
+    for issue in blocks.issued:
+        counted = issue.warps, issue.wavefronts, issue.lines, issue.misses
+        for total, by_warp in zip(totals, counted, strict=True):
+            if by_warp is not None:
+                total[issue.index] += by_warp.reshape(totals.shape[2:])
+    found: list[Counter[str]] = [Counter() for _ in blocks.indices]
+    by_block = totals.sum(3)
+    for index, block in np.argwhere(by_block[0]).tolist():
+        one, counts = blocks.code[index], found[block]
+        issued, wavefronts, lines, misses = by_block[:, index, block].tolist()
+        counts["issue"] += issued
+        counts[pipe_of(one)] += issued
+        counts[_WAVEFRONTS.get(one.base, "loads")] += wavefronts
+        counts["lines"] += lines
+        counts["misses"] += misses
+        if one.base == "HGMMA":
+            flop, operands = one.product
+            counts["products"] += flop * issued // WARPGROUP
+            counts["operands"] += operands * issued // WARPGROUP
+    return found
+
+
+def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
+    """Return what the warps of block `number` of the emulated blocks execute."""
+    of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
+    issued = [issue for issue in blocks.issued if issue.warps[of_block].any()]
+    warps: list[list[Issued]] = [[] for _ in range(blocks.warps)]
+    parts: list[list[int]] = []
+    for at, issue in enumerate(issued):
+        if at >= len(issued) * len(parts) / 8:
+            parts.append([len(warp) for warp in warps])
+        wavefronts, lines, misses = (
+            [0] * blocks.warps if x is None else x[of_block].tolist()
+            for x in (issue.wavefronts, issue.lines, issue.misses)
+        )
+        for warp in np.flatnonzero(issue.warps[of_block]).tolist():
+            warps[warp].append((issue.index, wavefronts[warp], lines[warp], misses[warp]))
+    return Work(warps, parts, counts, events_of(blocks, number, issued))
+
+
+def events_of(blocks: Blocks, number: int, issued: Sequence[Issue]) -> Events:
+    """Return the events of block `number` of the emulated blocks, given its instructions."""
+    found = Events()
+    first = number * blocks.warps
+    positions = [0] * blocks.warps
+    products = [0] * blocks.warps
+    groups: list[list[Event]] = [[] for _ in positions]  # the last product of each group, by warp
+    for issue in issued:
+        one = blocks.code[issue.index]
+        for warp in np.flatnonzero(issue.warps[first : first + blocks.warps]).tolist():
+            signal, awaited = issue.signals.get(first + warp), issue.awaits.get(first + warp)
+            if one.base == "HGMMA":
+                signal = ("product", number, warp // WARPGROUP, products[warp])
+                products[warp] += 1
+                if "gsb0" in one.operands:
+                    groups[warp].append(signal)
+            elif one.base == "WARPGROUP" and "DEPBAR" in one.modifiers:
+                running = int(one.operands[1], 16)
+                if len(groups[warp]) > running:
+                    awaited = groups[warp][-1 - running]
+            if signal:
+                found.needs[signal] += 1
+                found.signals[warp, positions[warp]] = signal
+            if awaited:
+                found.awaits[warp, positions[warp]] = awaited
+            positions[warp] += 1
+    return found
+
+
+# ---- The grid ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,8 +189,6 @@ class Line:
     """Counts of block 0, if it does not fit the line: it may have fewer queries."""
     executed: frozenset[int] = frozenset()
     """Indices of the instructions that were executed."""
-    shared_end: int = 0
-    """Bytes of shared memory up to the highest address that a block accesses."""
 
     def value(self, position: int, of: str) -> float:
         """Return a count at a position, on the line through the two nearest samples.
@@ -62,17 +208,26 @@ class Line:
         first, second = self.samples[a][of], self.samples[b][of]
         return max(0.0, first + (second - first) * (position - a) / (b - a))
 
-    def total(self, of: str) -> float:
-        """Return a count summed over the grid."""
-        once = sum(self.value(position, of) for position in range(self.length))
+    def totals(self) -> defaultdict[str, float]:
+        """Return the counts of the whole grid."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for name in {*itertools.chain(*self.samples.values())}:
+            once = sum(self.value(position, name) for position in range(self.length))
+            found[name] = self.alike * self.repeats * once
+        return found
+
+    @property
+    def busy(self) -> int:
+        """The number of blocks that have work."""
+        once = sum(1 for position in range(self.length) if self.value(position, "misses"))
         return self.alike * self.repeats * once
 
 
 def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line:
-    """Run some blocks of a launch.
+    """Execute some blocks of a launch, and let them stand for the others.
 
-    are_alike: with a second axis, blocks along the first count as alike, unless none of those that
-    are run requests memory.
+    are_alike: on a grid with several axes, blocks along the first count as alike, unless no block
+    that is executed requests memory.
     """
     if (blocks_in_grid := math.prod(launch.grid)) > _MAX_GRID:
         reason = f"a grid of {blocks_in_grid} blocks (predictions take {_MAX_GRID} at most)"
@@ -135,7 +290,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     fetched = blocks.fetched.total()
     inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
     executed = frozenset(issue.index for issue in blocks.issued)
-    return Line(length, samples, works, inputs, alike, repeats, first, executed, blocks.shared_end)
+    return Line(length, samples, works, inputs, alike, repeats, first, executed)
 
 
 def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
