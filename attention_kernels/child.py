@@ -23,8 +23,6 @@ _MEANINGS = {
     signal.SIGILL: "an invalid instruction, or code marked as unreachable",
     signal.SIGKILL: "from outside, most likely by the system for lack of memory",
 }
-_PR_SET_DUMPABLE = 4
-_PR_SET_PDEATHSIG = 1
 # For `python -c`, the current folder is first on the path, and an http.py there would be imported.
 # Python 3.10 has no option -P. What multiprocessing appends, "-c" and a program, becomes sys.argv.
 _SAFELY = "import sys; sys.path = [*filter(None, sys.path)]; exec(sys.argv.pop())"
@@ -33,13 +31,13 @@ _SAFELY = "import sys; sys.path = [*filter(None, sys.path)]; exec(sys.argv.pop()
 def hide() -> None:
     """Deny other processes of this user to read this one's memory or to trace it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+        ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE
 
 
 def end_with_parent() -> None:
     """Have the system kill this process when its parent ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def start_server() -> None:
@@ -70,7 +68,7 @@ class Ended:
 
     @property
     def output(self) -> str:
-        """What it printed to standard output, then what it printed to standard error."""
+        """Its standard output, followed by its standard error."""
         return self.out + self.err
 
 

@@ -40,9 +40,7 @@ from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PREC
 if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
-ENTRY_POINT_GROUP = "attention_kernels.backends"
 DECODES_ONLY, NO_DECODE = "it has a decode kernel only", "it has no decode kernel"
-_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 Loader = Callable[[], Kernels]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -166,7 +164,7 @@ class BackendSpec(Description):
     def refusals(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, decode: bool = False
     ) -> list[str]:
-        """Return every reason to refuse this call, with what is supported; loads the backend.
+        """Return every reason to refuse this call, with the supported values; loads the backend.
 
         decode: k and v are caches; the kernel itself may still refuse them.
         """
@@ -359,7 +357,7 @@ def register(**fields: Any) -> Callable[[Loader], Loader]:
 
 def add(spec: BackendSpec) -> None:
     """Register a backend; raises ValueError if its name is taken or malformed."""
-    if not _NAME.fullmatch(spec.name):
+    if not re.fullmatch("[A-Z][A-Z0-9_]*", spec.name):
         raise ValueError(
             f"a backend's name must be upper case letters, digits and '_', not {spec.name!r}"
         )
@@ -412,7 +410,7 @@ def registered(name: str) -> BackendSpec | None:
 
 
 def shipped() -> list[BackendSpec]:
-    """Return what is registered without importing any plug-in."""
+    """Return the backends that are registered without importing any plug-in."""
     importlib.import_module("attention_kernels.backends")
     return [*_specs.values()]
 
@@ -429,7 +427,7 @@ def _key(name: str) -> str:
 
 
 def device_for(spec: BackendSpec, wanted: str | None = None) -> str:
-    """Return the device that is wanted; without one, "cuda" if a backend runs there, else "cpu"."""
+    """Return the wanted device or, without one, "cuda" if a backend runs there, else "cpu"."""
     return wanted or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
 
 
@@ -468,7 +466,7 @@ def default_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 MANY_HEADS = 1024
-"""Rows times heads from which one warp per head reads a cache fastest."""
+"""The number of rows times heads from which on one warp per head reads a cache fastest."""
 
 
 def default_decode_backend(
@@ -543,7 +541,8 @@ def plugins() -> importlib.metadata.EntryPoints | tuple[()]:
     setting = os.environ.get("ATTENTION_KERNELS_PLUGINS", "on")
     if setting not in ("on", "off"):
         raise AttentionError(f"ATTENTION_KERNELS_PLUGINS must be on or off, not {setting!r}")
-    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if setting == "on" else ()
+    group = "attention_kernels.backends"
+    return importlib.metadata.entry_points(group=group) if setting == "on" else ()
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:

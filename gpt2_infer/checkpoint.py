@@ -122,25 +122,25 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        named = torch.device(device)
     except (RuntimeError, TypeError):
         raise RequestError(f"device must be cuda or cpu, not {device!r}") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if named.type == "cuda" and not torch.cuda.is_available():
         raise UnavailableDeviceError(
             f"{device}: this machine has no CUDA device that torch can use"
         )
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if named.type == "cuda" and (named.index or 0) >= torch.cuda.device_count():
         raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
-    return found
+    return named
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return the torch dtype; raises RequestError unless it is a floating-point one."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         names = ", ".join(PLAIN_PRECISIONS)
         raise RequestError(f"dtype must be one of {names}, not {dtype!r}")
-    return found
+    return resolved
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -161,7 +161,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _stored(folder: Path, device: torch.device) -> dict[str, tuple[Any, str]]:
     """Return the open file and the key of each stored tensor, by the model's names."""
-    found = {}
+    stored = {}
     weight_map = _weight_map(folder)
     for file in sorted({*weight_map.values()}) or _weight_files(folder):
         if not (folder / file).is_file():
@@ -174,28 +174,28 @@ def _stored(folder: Path, device: torch.device) -> dict[str, tuple[Any, str]]:
             if weight_map.get(key, file) != file:
                 continue  # a stale copy
             name = key.removeprefix("transformer.")
-            if name in found:
+            if name in stored:
                 raise WeightsError(f"{folder} stores {name} twice")
             if not name.endswith(_LEGACY_BUFFERS):
-                found[name] = opened, key
-    return found
+                stored[name] = opened, key
+    return stored
 
 
 def _load(
     model: nn.Module, folder: Path, config: GPT2Config, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Check the headers of the folder's files against the model, then read the weights into it."""
-    found = _stored(folder, device)
+    stored = _stored(folder, device)
     expected = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
-    if config.tie_word_embeddings and "lm_head.weight" in found:
+    if config.tie_word_embeddings and "lm_head.weight" in stored:
         # A tied checkpoint may store the output projection as well, or instead of wte.
-        if "wte.weight" in found:
+        if "wte.weight" in stored:
             expected["lm_head.weight"] = expected["wte.weight"]
         else:
-            found["wte.weight"] = found.pop("lm_head.weight")
-    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
-    problems += [f"unexpected {name}" for name in found if name not in expected]
-    for name, (opened, key) in found.items():
+            stored["wte.weight"] = stored.pop("lm_head.weight")
+    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in stored]
+    problems += [f"unexpected {name}" for name in stored if name not in expected]
+    for name, (opened, key) in stored.items():
         header = opened.get_slice(key)
         if header.get_shape() != expected.get(name, header.get_shape()):
             problems.append(f"{name} is {header.get_shape()} and should be {expected[name]}")
@@ -208,7 +208,7 @@ def _load(
 
     tensors = {
         name: _converted(name, opened.get_tensor(key), dtype)
-        for name, (opened, key) in found.items()
+        for name, (opened, key) in stored.items()
     }
     if "lm_head.weight" in tensors and config.tie_word_embeddings:
         head = tensors.pop("lm_head.weight")

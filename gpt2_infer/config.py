@@ -26,7 +26,7 @@ _REFUSED = """
 add_cross_attention attention_chunk_size decoder generator is_encoder_decoder layer_types
 per_layer_config pruned_heads quantization_config sliding_window text_config
 """
-# Settings of generation that change the text and that no option sets, unless they are 1 or empty.
+# Settings of generation that change the text, unless they are 1 or empty, and that no option sets.
 _NEUTRAL_AT_1 = """
 encoder_repetition_penalty guidance_scale num_beam_groups num_beams num_return_sequences
 repetition_penalty typical_p

@@ -72,12 +72,8 @@ class Place(Verdict):
     """The query's position in the padded sequence."""
 
     def __str__(self) -> str:
-        return f"{self.position}: {super().__str__()}"
-
-    @property
-    def position(self) -> str:
-        """The place in words."""
-        return f"layer {self.layer}, head {self.head}, row {self.row}"
+        place = f"layer {self.layer}, head {self.head}, row {self.row}"
+        return f"{place}: {super().__str__()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,38 +105,38 @@ class Side:
         """The differences from the reference, in the logits and in the layer."""
         reference = "float64 attention" if self.place else "the float64 model"
         budget = f", budget {self.logits_budget:.2e}" if self.logits_budget else ""
-        found = [
+        findings = [
             f"logits differ from {reference}'s by up to {self.logits_error:.2e}{budget}",
             f"with {reference} the token's logit is {self.shortfall:.2e} below the largest; "
             f"rounding explains up to {self.allowed:.2e}",
         ]
         if self.place:
             place = "is closest to its budget" if self.place.passed else "first exceeds its budget"
-            found.append(f"attention {place} in {self.place}")
-        return found
+            findings.append(f"attention {place} in {self.place}")
+        return findings
 
     @property
     def faults(self) -> list[str]:
         """One sentence per fault; empty if rounding explains everything."""
-        found = []
+        faults = []
         if self.place and self.place.fault:
-            found.append(f"in layer {self.place.layer} {self.place.fault}")
+            faults.append(f"in layer {self.place.layer} {self.place.fault}")
         elif self.place and not self.place.passed:
-            found.append(f"the first layer over its budget: {self.place}")
+            faults.append(f"the first layer over its budget: {self.place}")
         if not math.isfinite(self.logits_error):
-            found.append("its logits are not finite")
+            faults.append("its logits are not finite")
         elif self.logits_budget is not None and self.logits_error > self.logits_budget:
-            found.append("its logits exceed their budget")
+            faults.append("its logits exceed their budget")
         if not self.shortfall <= self.allowed:
-            found.append(
+            faults.append(
                 f"rounding does not explain its token, {self.shortfall:.2e} below the most likely"
             )
-        if found and self.place and self.place.passed:
-            found.append(
+        if faults and self.place and self.place.passed:
+            faults.append(
                 "each layer is right when rerun: look for state between calls, a race, or an "
                 "effect of graph capture"
             )
-        return found
+        return faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,15 +303,15 @@ def _write(
         engine.sampling = recorder
         engine.warm_up()
         logits = recorder.logits.new_empty(steps, model.config.vocab_size)
-        found = _Written(request.rows, request.mode, engine.name, engine.length_step, logits)
+        written = _Written(request.rows, request.mode, engine.name, engine.length_step, logits)
         for step in tqdm(range(steps), unit="tok", disable=None if progress else True):
             engine.step(step)
             own = engine.own_logits(step)
             logits[step] = (recorder.logits if own is None else own)[0]
-            found.tokens[0].append(max(0, int(engine.newest[0])))  # -1 is read as 0
+            written.tokens[0].append(max(0, int(engine.newest[0])))  # -1 is read as 0
             if fed:
                 engine.newest[0] = engine.tokens[0, len(prompt) + step] = fed[step]
-    return found
+    return written
 
 
 def examine(
@@ -343,8 +339,8 @@ def examine(
     seqlens = torch.tensor([length] * len(prefixes), device=model.device)
 
     def logits(spec: AttentionChoice) -> Tensor:
-        found: Tensor = model.with_attention(spec)(padded, seqlens=seqlens)[row, 0]
-        return found.double()
+        last: Tensor = model.with_attention(spec)(padded, seqlens=seqlens)[row, 0]
+        return last.double()
 
     naive = logits(naive_attention)
     if not naive.isfinite().all():
@@ -409,8 +405,8 @@ def _examine_engines(model: GPT2, runs: Sequence[_Written]) -> Divergence:
     budget = error_budget(precision, model.dtype, LUCK * naive_error, largest)
 
     def side(run: _Written, step: int) -> Side:
-        found = _choice(model, run.tokens[0][step], run.logits[step], reference[step])
-        return Side(name=run.engine, logits_budget=budget, allowed=2 * budget, **found)
+        choice = _choice(model, run.tokens[0][step], run.logits[step], reference[step])
+        return Side(name=run.engine, logits_budget=budget, allowed=2 * budget, **choice)
 
     sides = [[side(run, i) for i in range(len(fed))] for run in runs]
     faulty = [i for i, pair in enumerate(zip(*sides, strict=True)) if any(x.faults for x in pair)]
@@ -454,8 +450,8 @@ def _no_budget(where: str, dtype: torch.dtype) -> str:
 
 def _key_tile(spec: BackendSpec) -> int | None:
     tile = spec.version.tile if spec.version else ""
-    found = re.search(r"kBlockM x kBlockN = \d+ x (\d+)|kBlockN = (\d+) keys", tile)
-    return int(found[1] or found[2]) if found else None
+    match = re.search(r"kBlockM x kBlockN = \d+ x (\d+)|kBlockN = (\d+) keys", tile)
+    return int(match[1] or match[2]) if match else None
 
 
 class _Layers:
@@ -477,12 +473,12 @@ class _Layers:
         options = {"softmax_scale": softmax_scale, "is_causal": is_causal}
         request = Call("attention", [(q, k, v)], **options)
         for runner, places in zip(self.runners, self.places, strict=True):
-            found, spec, layer = runner.call(request), runner.spec, len(places)
-            o = found.o[0].to(q.device)
+            called, spec, layer = runner.call(request), runner.spec, len(places)
+            o = called.o[0].to(q.device)
             verdict = right.judge(o, spec.precisions[self.dtype], spec.error_slack)
             if not 0 < verdict.budget < math.inf:
                 raise RequestError(_no_budget(f"the attention of layer {layer}", q.dtype))
-            verdict = dataclasses.replace(verdict, fault=verdict.fault or found.fault)
+            verdict = dataclasses.replace(verdict, fault=verdict.fault or called.fault)
             places.append(_place(layer, o, right.reference, verdict))
         return right.reference.to(q.dtype)
 

@@ -126,8 +126,6 @@ def run(
     progress: bool = False,
 ) -> Generation:
     """Run a request made for this model's configuration; see generate()."""
-    if request.config != model.config:
-        raise RequestError("the request was made for a model with another configuration")
     model = model.up_to(max(map(len, request.rows)) + request.max_new_tokens)
     if on_text and request.tokenizer is None:
         raise RequestError("streamed text needs a model with a tokenizer")

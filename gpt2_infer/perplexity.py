@@ -31,7 +31,7 @@ class Text:
     """The text's size in UTF-8, without the separators."""
 
     def __post_init__(self) -> None:
-        if len(self.ids) < 3 or not self.bytes:  # one has no standard error
+        if len(self.ids) < 3 or not self.bytes:  # a single prediction has no standard error
             raise RequestError("the text has fewer than two tokens to predict")
 
 
@@ -148,16 +148,16 @@ def compare(
 ) -> list[Score]:
     """Score NAIVE_PYTORCH, then each backend against it; see token_nats()."""
     models = [model.with_attention(name) for name in (BASELINE, *backends)]
-    for one in models:
-        one.check_backends()  # check all backends before the first is scored
+    for each in models:
+        each.check_backends()  # check all backends before the first is scored
     scores: list[Score] = []
     baseline: torch.Tensor | None = None
-    for one in models:
-        if one.attention.name in [score.backend for score in scores]:
+    for each in models:
+        if each.attention.name in [score.backend for score in scores]:
             continue
-        nats = token_nats(one, text.ids, window=window, stride=stride, progress=progress)
+        nats = token_nats(each, text.ids, window=window, stride=stride, progress=progress)
         baseline = nats if baseline is None else baseline
-        scores.append(make_score(one.attention.name, nats, baseline, text))
+        scores.append(make_score(each.attention.name, nats, baseline, text))
     return scores
 
 

@@ -28,7 +28,8 @@ from gpt2_infer.errors import RequestError
 CSRC = Path(__file__).parent / "csrc"
 BIAS, GELU, RESIDUAL = range(3)
 MAX_EVEN = 8  # most parts per tile to try, if all tiles have as many
-# Parts per tile, if not; with four or more, float32's products took 9 to 33 % longer on an H200.
+# Most parts per tile if the tiles differ; with four or more, float32's products took 9 to 33 %
+# longer on an H200.
 MAX_UNEVEN = 3
 MAX_NORM = 4096  # largest number of columns of a LayerNorm
 EMULATED_MULTIPROCESSORS = 8
@@ -102,11 +103,11 @@ class Kernel:
     file: str
     tiles: tuple[Tile, ...]
     again_us: float
-    """What a block needs to go on to another tile."""
+    """The time that a block needs to move on to another tile."""
     finish_us: float
-    """What a second kernel needs."""
+    """The time of a second kernel."""
     part_floats: float
-    """Floats per microsecond that are written and read again as parts of tiles."""
+    """The floats of partial tiles that are written and read again per microsecond."""
 
 
 KERNELS: dict[ProductsName, Kernel] = {
@@ -134,8 +135,8 @@ KERNELS: dict[ProductsName, Kernel] = {
         part_floats=0.64e6,
     ),
 }
-# The exponents of v02_three_products.cu: that to which a column's largest number is scaled, and the
-# range that is scaled for.
+# Exponents in v02_three_products.cu: of a column's largest number after scaling, and the smallest
+# and largest before scaling.
 TOP, LEAST, MOST = 14, -112, 127
 
 
@@ -172,7 +173,7 @@ def plans(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> list[
     or there are as many blocks as fit, up to MAX_UNEVEN for each tile: fewer blocks may gather on
     some of the multiprocessors.
     """
-    found = []
+    candidates = []
     for index, tile in enumerate(kernel.tiles):
         if n % tile.block_n or k % tile.block_k:
             continue
@@ -182,8 +183,8 @@ def plans(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> list[
         blocks = {tiles * parts for parts in range(1, most + 1)}
         if at_once <= tiles * min(slabs, MAX_UNEVEN):
             blocks.add(at_once)
-        found += [Plan(index, count) for count in sorted(blocks)]
-    return found
+        candidates += [Plan(index, count) for count in sorted(blocks)]
+    return candidates
 
 
 def cost(
@@ -199,8 +200,8 @@ def cost(
     """Estimate the microseconds of a product.
 
     adds: whether it is added to a residual stream, whose LayerNorm needs the second kernel anyway.
-    Only the order of the estimates is meaningful: what all plans need is left out, and other GPUs
-    have other times.
+    Only the order of the estimates is meaningful: the time that all plans need is left out, and
+    other GPUs have other times.
     """
     tile = kernel.tiles[plan.tile]
     tiles, slabs = tile.count(m, n), k // tile.block_k
@@ -210,11 +211,13 @@ def cost(
     begun = -(-tiles // plan.blocks)  # tiles that a block works on
     if tiles % plan.blocks and plan.blocks % tiles:
         begun += 1
-    found = waves * (-(-tiles * slabs // plan.blocks) * slab_us + (begun - 1) * kernel.again_us)
+    microseconds = waves * (
+        -(-tiles * slabs // plan.blocks) * slab_us + (begun - 1) * kernel.again_us
+    )
     if tiles % plan.blocks:
-        found += (plan.blocks + tiles) * tile.block_m * tile.block_n / kernel.part_floats
-        found += 0 if adds else kernel.finish_us
-    return found
+        microseconds += (plan.blocks + tiles) * tile.block_m * tile.block_n / kernel.part_floats
+        microseconds += 0 if adds else kernel.finish_us
+    return microseconds
 
 
 @functools.cache
@@ -253,7 +256,7 @@ class Packed:
 
     @classmethod
     def empty(cls, rows: int, columns: int, like: Tensor) -> Packed:
-        """Allocate one on the device of `like`, which is float32."""
+        """Return an uninitialized matrix on the device of `like`, which is float32."""
         chunks = -(-rows // 16) * (columns // 32)
         return cls(like.new_empty(chunks * (16 * 32 + 16)), rows)
 
@@ -328,7 +331,7 @@ class Product:
 
     @property
     def packs(self) -> bool:
-        """Whether what is computed for another product is Packed."""
+        """Whether results for another product are Packed."""
         return self.exponents is not None
 
     def _launch(

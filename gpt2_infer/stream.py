@@ -92,9 +92,9 @@ class Watcher:
     def _add(self, piece: str) -> None:
         searched = max(0, len(self.text) - max(map(len, self.stop), default=0))
         self.text += piece
-        found = [at for text in self.stop if (at := self.text.find(text, searched)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        ends = [at for text in self.stop if (at := self.text.find(text, searched)) >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
             self.finish = "stop"
             self._send(len(self.text))
         else:

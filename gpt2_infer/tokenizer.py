@@ -85,7 +85,7 @@ class Tokenizer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it knows no token of a text, not even of its own vocabulary's."""
+        """Whether it encodes even the text of its own vocabulary to nothing but unknown tokens."""
         ids = list(range(min(self.vocab_size, 1000)))
         text = self._wrapped.decode(ids, skip_special_tokens=True)
         return not {*self.encode(text)} - {getattr(self._wrapped, "unk_token_id", None)}
@@ -138,11 +138,11 @@ def _load_others(folder: Path, says: dict[str, Any], model: dict[str, Any]) -> A
     """Return the tokenizer that transformers reads in the folder."""
     from transformers import AutoTokenizer, BertTokenizer, GPT2Config
 
-    found = [name for name in _VOCABULARIES if (folder / name).is_file()]
-    if found == ["vocab.txt"] and _named_class(says, model) is None:
+    files = [name for name in _VOCABULARIES if (folder / name).is_file()]
+    if files == ["vocab.txt"] and _named_class(says, model) is None:
         return BertTokenizer.from_pretrained(str(folder))
     # Folders of 2019 have no model_type, without which AutoTokenizer does not know the class.
-    is_old = "model_type" not in model and "tokenizer.json" not in found
+    is_old = "model_type" not in model and "tokenizer.json" not in files
     options = {"config": GPT2Config.from_dict(model)} if is_old else {}
     return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
 

@@ -7,7 +7,6 @@ workers seconds sooner.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import json
@@ -87,21 +86,6 @@ def one_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(tuner, "configs", [config])
 
 
-@pytest.fixture(scope="session", autouse=True)
-def remembered() -> Iterator[None]:
-    """Cache the judge's cases, which are a function of their arguments, for all backends."""
-    from attention_kernels.judge import suite
-
-    cached = functools.cache(suite.ordered_cases)
-
-    def ordered_cases(*arguments: Any, **options: Any) -> Any:
-        return cached(*(tuple(x) if isinstance(x, list) else x for x in arguments), **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suite, "ordered_cases", ordered_cases)
-        yield
-
-
 # A program that begins so runs the first checks of a suite alone.
 SHORT_SUITE = """
 from attention_kernels.judge import suite
@@ -161,16 +145,11 @@ def demo() -> Any:
     return GPT2.from_pretrained("demo", device="cpu")
 
 
-SaveCheckpoint = Callable[..., tuple[Path, Any]]
-
-
 @pytest.fixture
-def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
+def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     """Return save(**config), which saves a random transformers GPT-2: (folder, model)."""
 
-    def save(
-        name: str = "checkpoint", *, tokenizer: bool = True, **fields: Any
-    ) -> tuple[Path, Any]:
+    def save(*, tokenizer: bool = True, **fields: Any) -> tuple[Path, Any]:
         import torch
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -182,7 +161,7 @@ def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
         with torch.no_grad():  # biases and norms start at 0 and 1, where a mistake would not show
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
-        folder = tmp_path / name
+        folder = tmp_path / "checkpoint"
         model.save_pretrained(folder)
         if tokenizer:
             demo = Path(__file__).parents[1] / "gpt2_infer" / "demo_model"
@@ -219,8 +198,6 @@ def rewrite(
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
 
-METADATA = "Metadata-Version: 2.1\nName: strange\nVersion: 1\n"
-ENTRY_POINTS = "[attention_kernels.backends]\nstrange = strange_plugin\n"
 IMPORTS = """
 import atexit, contextlib, ctypes, functools, gc, inspect, json, os, sys, threading, time
 import torch
@@ -238,8 +215,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
         (tmp_path / "strange_plugin.py").write_text(IMPORTS + source)
         folder = tmp_path / "strange-1.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(METADATA)
-        (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1\n")
+        entry_point = "[attention_kernels.backends]\nstrange = strange_plugin\n"
+        (folder / "entry_points.txt").write_text(entry_point)
         monkeypatch.syspath_prepend(str(tmp_path))  # a worker gets this process's path
 
     return plugin
@@ -253,8 +231,8 @@ def browser() -> Iterator[Any]:
     if program is None:
         pytest.skip(f"needs a browser: none of {', '.join(programs)} is on PATH")
     with sync_api.sync_playwright() as playwright:
-        options = {"executable_path": program, "args": ["--no-sandbox"], "timeout": 120_000}
-        browser = playwright.chromium.launch(**options)
+        start = playwright.chromium.launch
+        browser = start(executable_path=program, args=["--no-sandbox"], timeout=120_000)
         yield browser
         browser.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -137,31 +137,28 @@ def _load(alias: str) -> Kernels:
     return Kernels(attention, refusals=refusals)
 
 
-def _register_alias(
-    name: str, summary: str, precisions: Mapping[str, str], choices: tuple[str, ...]
-) -> None:
+for _alias, _summary, _precisions, _choices in (
+    (
+        "CUSTOM_CUDA",
+        "The fastest version for the GPU and the shape, in float32 one as exact as PyTorch.",
+        {"float32": "3xfp16", "float16": "fp16"},
+        (FLOAT32_CHOICE, FLOAT16_CHOICE),
+    ),
+    (
+        "CUSTOM_CUDA_IEEE",
+        "The fastest version that computes in float32 throughout.",
+        IEEE,
+        (IEEE_CHOICE,),
+    ),
+):
     register(
-        name=name,
+        name=_alias,
         family="alias",
-        summary=summary,
-        precisions=precisions,
+        summary=_summary,
+        precisions=_precisions,
         head_dims=HEAD_DIMS,
         probe=lambda device: get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason(device),
         emulated_on=("cpu",),
-        chooses=functools.partial(choose, name),
-        choices=choices,
-    )(functools.partial(_load, name))
-
-
-_register_alias(
-    "CUSTOM_CUDA",
-    "The fastest version for the GPU and the shape, in float32 one as exact as PyTorch.",
-    {"float32": "3xfp16", "float16": "fp16"},
-    (FLOAT32_CHOICE, FLOAT16_CHOICE),
-)
-_register_alias(
-    "CUSTOM_CUDA_IEEE",
-    "The fastest version that computes in float32 throughout.",
-    IEEE,
-    (IEEE_CHOICE,),
-)
+        chooses=functools.partial(choose, _alias),
+        choices=_choices,
+    )(functools.partial(_load, _alias))

@@ -47,14 +47,6 @@ Kernel: TypeAlias = Callable[..., Tensor]
 POISONS = "7ff47ff4", "70e070e0"
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """A loaded backend, as a worker describes it."""
-
-    has_attention: bool
-    has_decode: bool
-    described: plugins.Described
-
-
 def serve(
     answer: Callable[[Reply], None],
     wait: Callable[[], bytes],
@@ -82,8 +74,8 @@ def serve(
         if races and spec.version and device in spec.emulated_on:
             ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)
-        facts = Facts(spec.has_attention(), spec.has_decode(device), plugins.describe_spec(spec))
-        answer(Reply(text=msgspec.json.encode(facts).decode()))
+        has = spec.has_attention(), spec.has_decode(device)
+        answer(Reply(text=msgspec.json.encode(plugins.describe_spec(spec, has)).decode()))
     except UnknownBackendError as error:
         return answer(Reply("unknown", reasons=error.nearest))
     except BaseException as error:

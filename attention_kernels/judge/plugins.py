@@ -28,6 +28,8 @@ class Described(msgspec.Struct, frozen=True):
     """Why it cannot run on a device type, or None."""
     files: tuple[str, ...]
     """Its source files."""
+    has: tuple[bool, bool]
+    """Whether it has an attention and a decode kernel, if it is loaded."""
 
     def spec(self) -> BackendSpec:
         """Return a spec that says the same, whose kernels are in another process."""
@@ -75,13 +77,14 @@ def keep_plugins_out() -> None:
     registry.adopt(found)
 
 
-def describe_spec(spec: BackendSpec) -> Described:
+def describe_spec(spec: BackendSpec, has: tuple[bool, bool] = (False, False)) -> Described:
     """Describe a backend for a process that does not import it."""
     fields = [each.name for each in dataclasses.fields(Description)]
     return Described(
         Description(**{name: getattr(spec, name) for name in fields}),
         reasons={device: spec.unavailable_reason(device) for device in spec.device_types},
         files=tuple(sorted({str(path) for path in source_files(spec)})),
+        has=has,
     )
 
 

@@ -284,6 +284,9 @@ class Report:
             self.refusals.append(f"{case}: {reasons}")
 
 
+_ordered_cases = functools.cache(ordered_cases)  # many backends have the same
+
+
 def cases_for(
     runner: Runner, dtypes: Sequence[torch.dtype], seed: int, *, quick: bool = False
 ) -> list[Case | DecodeCase]:
@@ -299,8 +302,8 @@ def cases_for(
         "is_aligned": spec.version is not None or spec.chooses is not None,
     }
     has: dict[Op, bool] = {"attention": runner.has_attention, "decode": runner.has_decode}
-    arguments = spec.head_dims or ANY_HEAD_DIM, dtypes, seed
-    found = [ordered_cases(op, *arguments, **options) for op, has_it in has.items() if has_it]
+    arguments = spec.head_dims or ANY_HEAD_DIM, tuple(dtypes), seed
+    found = [_ordered_cases(op, *arguments, **options) for op, has_it in has.items() if has_it]
 
     def is_fair(case: Case | DecodeCase) -> bool:
         """Return whether rounding does not decide which key wins: in TF32, scores of 1e8 do."""

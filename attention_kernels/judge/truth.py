@@ -263,18 +263,6 @@ def naive_attention(
     return (weights @ v.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
-def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    is_causal: bool = True,
-    seqlens: Tensor | None = None,
-) -> Tensor:
-    """Compute naive_attention() in float64, whatever the dtype of the inputs."""
-    return naive_attention(q.double(), k.double(), v.double(), softmax_scale, is_causal, seqlens)
-
-
 def truth(
     q: Tensor,
     k: Tensor,
@@ -419,7 +407,7 @@ def _naive_difference(
     scale = 1.0
     if q.dtype == torch.float64:
         q, k, v = q.float(), k.float(), v.float()
-        reference = reference_attention(q, k, v, *arguments)
+        reference = naive_attention(q.double(), k.double(), v.double(), *arguments)
         scale = _eps(torch.float64) / _eps(torch.float32)
     out = naive_attention(q, k, v, *arguments)
     return scale * (out.double() - reference).abs()

@@ -204,9 +204,8 @@ class Worker(Runner):
                 spec, decodes = known, known.version.role == "decode"
                 has = not decodes, decodes
             else:
-                facts = msgspec.json.decode(self._loaded(what), type=caller.Facts)
-                spec = known or facts.described.spec()
-                has = facts.has_attention, facts.has_decode
+                described = msgspec.json.decode(self._loaded(what), type=plugins.Described)
+                spec, has = known or described.spec(), described.has
             super().__init__(spec, device, memory, has)
             if load:
                 self.load()

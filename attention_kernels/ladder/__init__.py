@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from attention_kernels.ladder.op import (
         backend,
         build_all,
-        define_op,
         families,
         is_prebuilt,
         predecessors,
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "backend",
     "build_all",
-    "define_op",
     "families",
     "is_prebuilt",
     "predecessors",

@@ -151,8 +151,8 @@ def kept(
     """Return a file of the cache, made by make(its path) if it is missing.
 
     name, files, csrc, command, more: those of digest_of(). The sources in `files` must not change
-    meanwhile; messages name the first. The last DIGEST_BYTES of the file returned are not its own.
-    Raises BuildError.
+    meanwhile; messages name the first. The file ends with a digest of DIGEST_BYTES. Raises
+    BuildError.
     """
 
     def now() -> str:
@@ -206,11 +206,11 @@ def cache_entries() -> dict[Path, int]:
     The user chooses the folder, so files that are not named like the cache's own are left out.
     """
     entries = sorted(path for path in cache_dir().glob("*") if _ENTRY.fullmatch(path.name))
-    files = {entry: [entry, *entry.rglob("*")] for entry in entries}
-    return {
-        entry: sum(file.lstat().st_size for file in inside if file.is_file())
-        for entry, inside in files.items()
-    }
+    sizes = {}
+    for entry in entries:
+        files = filter(Path.is_file, (entry, *entry.rglob("*")))
+        sizes[entry] = sum(file.lstat().st_size for file in files)
+    return sizes
 
 
 def clear_cache() -> int:
@@ -310,9 +310,9 @@ def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str
 def digest_of(
     name: str, files: Iterable[Path], csrc: Path, command: Sequence[str], *more: object
 ) -> str:
-    """Return the name with a digest of all that a command makes of files and what they include.
+    """Return the name with a digest of a command, its compiler, and the files with their includes.
 
-    In whichever folder csrc is, the digest is the same.
+    The digest does not depend on the folder that csrc is in.
     """
     words = [word.replace(str(csrc), "csrc") for word in command]
     contents = digests(files, csrc, command)

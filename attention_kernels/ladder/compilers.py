@@ -107,7 +107,7 @@ def asked(compiler: str, *options: str) -> str:
 
 
 def code_name(arch: str) -> str:
-    """Return nvcc's name of the code for one of build()'s architectures: SASS, or PTX if named."""
+    """Return nvcc's name for the code of an architecture: sm_90, or compute_90 for PTX."""
     return arch if arch.startswith("compute_") else f"sm_{arch}"
 
 
@@ -159,9 +159,9 @@ def cuda_runtime(nvcc: str) -> Path:
 def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str]:
     """Return compiler, target, macros and include folders: the flags of every compilation.
 
-    For the emulator, g++ gets only some of the version's own flags: the macros, what nvcc passes to
-    the host compiler, and a macro if subnormal numbers are flushed. Raises BuildError if a compiler
-    is missing, or for a path that nvcc would have a shell change.
+    For the emulator, g++ gets only some of the version's own flags: the macros, those that nvcc
+    passes to the host compiler, and a macro if subnormal numbers are flushed. Raises BuildError if
+    a compiler is missing, or for a path that nvcc would not take or would let a shell change.
     """
     csrc = csrc_of(version)
     flags = [*binding_flags(target, csrc), *macros(version)]
@@ -186,7 +186,7 @@ def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str
 
 
 def macros(version: VersionHeader) -> list[str]:
-    """Return the macros that say what common.cuh has to know of a version."""
+    """Return the macros that describe a version to common.cuh."""
     flags = [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
     if version.layout == "contiguous":
         flags.append("-DATTENTION_CONTIGUOUS")

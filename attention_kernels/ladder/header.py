@@ -14,7 +14,7 @@ from attention_kernels.errors import AttentionError
 from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PRECISIONS
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
-# The fields in the order of a ladder's files, and their defaults: no file needs any of them.
+# The fields in the order of our files, with their defaults: all are optional.
 FIELDS = {
     "From": "",
     "Change": "",
@@ -40,7 +40,7 @@ _HEAD_DIM = "[1-9][0-9]{0,3}"
 TAKES = re.compile(
     rf"({_DTYPE}(?: {_DTYPE})*)(?:, head_dim ({_HEAD_DIM}(?: {_HEAD_DIM})*))?(, on the CPU)?"
 )
-# The lowest architecture that a version runs on, if any; with an a, the only one.
+# The lowest architecture that a version runs on; with the suffix a, the only one.
 NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9])(a?))?")
 # The multiple of its precision class's budget that a version needs, and why.
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
@@ -142,7 +142,7 @@ def versions(folder: Path = CSRC / "fp32", op_prefix: str = "") -> list[VersionH
 def in_order(found: Iterable[VersionHeader]) -> list[VersionHeader]:
     """Return the versions of a ladder by number, except that each follows the one it starts from.
 
-    So a step that is inserted later has a later number, and its successor starts from it.
+    A step that was inserted later has a higher number, and its successor starts from it.
     """
     by_name = {version.name: version for version in found}
     ordered: dict[str, VersionHeader] = {}
@@ -153,7 +153,7 @@ def in_order(found: Iterable[VersionHeader]) -> list[VersionHeader]:
 
 
 def check_start(version: VersionHeader, found: Iterable[VersionHeader]) -> None:
-    """Raise HeaderError if the header names a version that does not exist or starts from this."""
+    """Raise HeaderError if a version starts from one that is missing or that starts from it."""
     by_name = {one.name: one for one in found}
     *_, last = _chain(version, by_name)
     if last.start in by_name:
@@ -173,12 +173,12 @@ def _chain(version: VersionHeader, by_name: Mapping[str, VersionHeader]) -> list
 
 
 def parse_header(path: Path, op_prefix: str = "") -> VersionHeader:
-    """Read the header of a version file; what it does not say has the default of FIELDS.
+    """Read the header of a version file; missing fields have the defaults of FIELDS.
 
-    Its first line is `// v07 - what changed`; the fields follow, each on one line and further ones
-    that are indented, such as `Takes:  float16, head_dim 32 64`, `Takes:  float32 bfloat16`,
-    `Takes:  float32, on the CPU`, `Needs:  sm_80`, `Needs:  sm_90a` or `Error:  2x: why`. Raises
-    HeaderError with the file and what is wrong with it.
+    Its first line is `// v07 - what changed`. The fields follow, such as `Needs:  sm_80`,
+    `Needs:  sm_90a`, `Takes:  float16, head_dim 32 64`, `Takes:  float32 bfloat16`,
+    `Takes:  float32, on the CPU` or `Error:  2x: why`; the further lines of a field are indented.
+    Raises HeaderError, which names the file and the fault.
     """
     try:
         return _parse(path, op_prefix)

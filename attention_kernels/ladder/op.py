@@ -290,7 +290,7 @@ def load_op(
 ) -> Callable[..., Any]:
     """Load a version, built if the wheel does not have it; return its op. Raises BuildError.
 
-    arch: builds it for these, as build() takes them, and not for this machine's GPUs.
+    arch: the architectures to build for, as build() takes them, instead of this machine's GPUs.
 
     The op of a version whose role is struct takes a tensor on the device to run on, and the
     kernel's parameters as a uint8 tensor on the CPU.

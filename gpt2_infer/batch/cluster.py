@@ -64,7 +64,7 @@ def run_on_ray(
         while shards:
             for shard in ray.wait([*shards])[0]:
                 try:
-                    found = ray.get(next(shard))
+                    result = ray.get(next(shard))
                 except StopIteration:
                     del shards[shard]
                 except ray.exceptions.RayTaskError as error:
@@ -72,7 +72,7 @@ def run_on_ray(
                 except ray.exceptions.RayError:
                     lost.append(f"{shards.pop(shard)}/{count}")
                 else:
-                    on_rows(found) if isinstance(found, int) else entries.extend(found)
+                    on_rows(result) if isinstance(result, int) else entries.extend(result)
     if lost:
         raise BatchError(f"Ray lost shard {', '.join(lost)}; --resume completes the job")
     return sorted(entries, key=lambda entry: entry.file)

@@ -92,12 +92,12 @@ def _sync(path: Path) -> None:
 
 def digest(path: Path) -> str:
     """Return a file's SHA-256; raises RequestError if it cannot be read."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     try:
         check_regular(path)
         with path.open("rb") as file:
             while block := file.read(2**20):
-                found.update(block)
+                sha256.update(block)
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
-    return found.hexdigest()
+    return sha256.hexdigest()

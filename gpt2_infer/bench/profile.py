@@ -37,8 +37,6 @@ METRICS = {
     "fma_pipe_percent": "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
     "tensor_pipe_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "global_load_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
-    # Loads by cp.async are counted separately.
-    "global_async_load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ldgsts.sum",
     "global_store_bytes": "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
     "registers_per_thread": "launch__registers_per_thread",
     "duration_us": "gpu__time_duration.sum",
@@ -53,12 +51,11 @@ class Profile(Subject[Shape]):
         resolve_device("cuda")
         self.device, self.specs = "cuda", _specs(study.family)
         self.family, self.cells = study.family, [study.shape]
-        self.counters, missing = known_counters()
-        self.facts = {"counters": METRICS, "not_on_this_gpu": missing}
+        self.facts = {"counters": METRICS}
 
     def contenders(self, cell: Shape) -> Iterator[Contender]:
         """Profile every version."""
-        launches = _run_profiler([*self.counters.values()], self.family, cell)
+        launches = _run_profiler(self.family, cell)
         ops = {spec.version.op: spec.name for spec in self.specs if spec.version}
         if unseen := ops.keys() - launches.keys():
             raise RequestError(f"ncu reported nothing for {', '.join(sorted(unseen))}")
@@ -86,30 +83,11 @@ def launch_each(family: str, shape: Shape) -> None:
     torch.cuda.synchronize()
 
 
-def known_counters() -> tuple[dict[str, str], list[str]]:
-    """Return the metrics that ncu supports on this GPU, and the names of the others.
-
-    ncu aborts if it is asked for an unknown counter.
-    """
-    listed = {line.split(maxsplit=1)[0] for line in _ncu("--query-metrics") if line.strip()}
-    known = {
-        name: counter
-        for name, counter in METRICS.items()
-        if counter.startswith("launch__") or counter.split(".", maxsplit=1)[0] in listed
-    }
-    missing = [name for name in METRICS if name not in known]
-    if missing:
-        print(f"not on this GPU: {', '.join(missing)}", file=sys.stderr)
-    return known, missing
-
-
-def _run_profiler(
-    counters: list[str], family: str, shape: Shape
-) -> dict[str, list[dict[str, float]]]:
+def _run_profiler(family: str, shape: Shape) -> dict[str, list[dict[str, float]]]:
     """Run ncu; return the metrics of each launch by op ("v01")."""
     options = ["--clock-control", "none", "--csv", "--print-units", "base"]
     options += ["--kernel-name", "regex:9attention", "--print-kernel-base", "mangled"]
-    options += ["--kernel-name-base", "mangled", "--metrics", ",".join(counters)]
+    options += ["--kernel-name-base", "mangled", "--metrics", ",".join(METRICS.values())]
     launch = [sys.executable, "-m", __name__, family, msgspec.json.encode(shape).decode()]
     return parse_csv(line for line in _ncu(*options, *launch) if line.startswith('"'))
 

@@ -47,6 +47,9 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class _Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The conditions shared by all contenders that are compared."""
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in msgspec.structs.asdict(self).items())
+
 
 class Shape(_Cell, frozen=True):
     """The shape of one attention() call, without its dtype."""
@@ -99,9 +102,6 @@ class GenerationCell(_Cell, frozen=True):
     dtype: Dtype = "float32"
     mode: Literal["recompute", "kv-cache"] = "recompute"
 
-    def __str__(self) -> str:
-        return f"{self.mode}, {self.dtype}, batch {self.batch}, {self.max_tokens} tokens"
-
 
 class DecodeCell(_Cell, frozen=True):
     """Greedy generation with random weights."""
@@ -113,9 +113,6 @@ class DecodeCell(_Cell, frozen=True):
     new_tokens: AtLeastOne
     mode: Literal["kv-cache", "recompute"] = "kv-cache"
 
-    def __str__(self) -> str:
-        return f"{self.model}, {self.dtype}, batch {self.batch}, {self.new_tokens} tokens"
-
 
 class BatchCell(_Cell, frozen=True):
     """Many prompts with the same number of new tokens each."""
@@ -123,9 +120,6 @@ class BatchCell(_Cell, frozen=True):
     model: str
     dtype: Dtype
     new_tokens: AtLeastOne
-
-    def __str__(self) -> str:
-        return f"{self.model}, {self.dtype}, {self.new_tokens} new tokens"
 
 
 class Check(_Record, kw_only=True):

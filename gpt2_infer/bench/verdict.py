@@ -138,12 +138,12 @@ def verify(
         on_check=on_check,
     )
     failures = [Failure("suite", failure.what, failure.why) for failure in report.failures]
-    found = Findings(report, sanitized, quick, failures)
-    if found.passed and found.emulated and report.spec.version:
-        _compile(found, report.spec.version)
-    elif found.passed and not found.emulated and timed:
-        _time(found, name, dtypes or report.spec.dtypes)
-    return found
+    findings = Findings(report, sanitized, quick, failures)
+    if findings.passed and findings.emulated and report.spec.version:
+        _compile(findings, report.spec.version)
+    elif findings.passed and not findings.emulated and timed:
+        _time(findings, name, dtypes or report.spec.dtypes)
+    return findings
 
 
 def _sanitize(name: str, device: str, *, quick: bool) -> Findings | None:
@@ -159,23 +159,23 @@ def _sanitize(name: str, device: str, *, quick: bool) -> Findings | None:
     return Findings(report, True, quick, failures) if failures else None
 
 
-def _compile(found: Findings, version: VersionHeader) -> None:
+def _compile(findings: Findings, version: VersionHeader) -> None:
     """Add whether nvcc compiles an emulated version."""
     if compilers.find_nvcc() is None:
-        found.nvcc = "nvcc not found: its flags were not tried"
+        findings.nvcc = "nvcc not found: its flags were not tried"
         return
     try:
         summary = resources.compile_summary(version, NVCC_ARCH)
     except compilers.BuildError as error:
         what = f"nvcc does not compile it for sm_{NVCC_ARCH}"
-        found.failures.append(Failure("nvcc", what, str(error)))
+        findings.failures.append(Failure("nvcc", what, str(error)))
     else:
-        found.nvcc = f"nvcc: compiles for sm_{NVCC_ARCH}, {summary}"
+        findings.nvcc = f"nvcc: compiles for sm_{NVCC_ARCH}, {summary}"
 
 
-def _time(found: Findings, name: str, dtypes: Sequence[str]) -> None:
+def _time(findings: Findings, name: str, dtypes: Sequence[str]) -> None:
     """Add the times of a kernel and of plain PyTorch, or why the check before them failed."""
-    report = found.report
+    report = findings.report
     study = KernelStudy(
         backends=[name],
         seqlens=[1024 if report.device == "cuda" else 256],
@@ -184,8 +184,8 @@ def _time(found: Findings, name: str, dtypes: Sequence[str]) -> None:
         decode=not report.has_attention,
     )
     study.device = "cuda" if report.device == "cuda" else "cpu"
-    found.timing = run(study).of("time")
-    for row in found.timing:
+    findings.timing = run(study).of("time")
+    for row in findings.timing:
         is_other = row.contender == BASELINE != report.spec.name
         if row.status == "failed" and not is_other:
-            found.failures.append(Failure("timing", str(row.kernel), row.reason))
+            findings.failures.append(Failure("timing", str(row.kernel), row.reason))

@@ -1,8 +1,8 @@
 """The command line: each command is a module with one typed function of the same name.
 
 The command line, the tools of `mcp` and --json all come from that function. What it returns is a
-value; text() of its module words it, and exit_status() says whether it failed. Nothing here imports
-torch; a command imports it when it runs.
+value; text() of its module words it. The exit status tells whether its `passed` is false, or comes
+from exit_status() of its module. Nothing here imports torch; a command imports it when it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import typing
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Annotated, Any
 
 import cyclopts
@@ -58,24 +57,26 @@ def program() -> int:
 class Call:
     """A command and its arguments."""
 
-    module: ModuleType
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    json: bool = False
-    debug: bool = False
+    json: bool
 
     def run(self) -> int:
         """Call the function, print what it returns, and return the exit status."""
+        module = sys.modules[self.function.__module__]
         result = call(self.function, self.arguments, live=not self.json)
         if self.json:
             console.show(json.dumps(console.plain(result), indent=2))
-        elif hasattr(self.module, "text"):
-            console.show(self.module.text(result, **self.arguments))
-        return self.module.exit_status(result) if hasattr(self.module, "exit_status") else 0
+        elif hasattr(module, "text"):
+            console.show(module.text(result, **self.arguments))
+        if hasattr(module, "exit_status"):
+            status: int = module.exit_status(result)
+            return status
+        return 0 if getattr(result, "passed", True) else console.EXIT_FAILED
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any], **hidden: object) -> Any:
-    """Call a command's function; hidden: parameters that no user gives, if it has them."""
+    """Call a command's function; hidden: values of its hidden parameters, if it has them."""
     signature = inspect.signature(function)
     known = {name: value for name, value in hidden.items() if name in signature.parameters}
     bound = inspect.BoundArguments(signature, OrderedDict(arguments | known))
@@ -93,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(parsed, str):
             console.show(parsed)
             return 0
-        debug = parsed.debug
         return parsed.run()
     except KeyboardInterrupt:
         if debug:
@@ -157,8 +157,8 @@ def parse(argv: Sequence[str]) -> Call | str:
         return output.getvalue().rstrip()
     bound.apply_defaults()
     arguments = dict(bound.arguments)
-    flags = {flag: arguments.pop(flag) for flag in FLAGS if flag in arguments}
-    return Call(sys.modules[function.__module__], function, arguments, **flags)
+    arguments.pop("debug")
+    return Call(function, arguments, json=arguments.pop("json", False))
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -197,17 +197,17 @@ def _with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     def command(**_: Any) -> None: ...
 
     command.__signature__ = inspect.Signature([*given.values()])  # type: ignore[attr-defined]
-    command.__annotations__ = {name: one.annotation for name, one in given.items()}
+    command.__annotations__ = {name: given[name].annotation for name in given}
     return command
 
 
-def extras(one: inspect.Parameter) -> tuple[Any, ...]:
-    """Return what an annotation adds to its type."""
-    return typing.get_args(one.annotation)[1:]
+def extras(parameter: inspect.Parameter) -> tuple[Any, ...]:
+    """Return the metadata of a parameter's annotation."""
+    return typing.get_args(parameter.annotation)[1:]
 
 
 def _default(value: object) -> str | None:
-    """Return a default in the words of the command line; None where there is nothing to say."""
+    """Return a default for the help; None if the help shows none."""
     if value is None or value is False or value == ():
         return None
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -40,18 +40,18 @@ def accesses(
     """
     from attention_kernels.inspection.accesses import count_accesses
 
-    _, version = version_of(name)
+    version = version_of(name)
     shape = call_shape(version, head_dim, batch, heads, full)
     return count_accesses(version, seqlen=seqlen, **shape, timeout_s=timeout_s)
 
 
-def text(found: list[Access], **_: object) -> str:
+def text(rows: list[Access], **_: object) -> str:
     """Return a table of the accesses, and what its line numbers mean."""
     from attention_kernels.inspection.accesses import format_table
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lines = [format_table(found, width)]
-    if any(len(access.lines) > 1 for access in found):
+    lines = [format_table(rows, width)]
+    if any(len(access.lines) > 1 for access in rows):
         legend = "Line a>b: line a of the kernel calls a function, which accesses memory in line b."
         lines += ["", legend]
     return "\n".join(lines)

@@ -38,7 +38,7 @@ class Backend:
 
     @property
     def state(self) -> str:
-        """The devices on which it runs here, in words."""
+        """Where it runs on this machine, in words."""
         here = [
             f"{device} (emulated)" if device in self.emulated_on else device
             for device, reason in self.unavailable.items()
@@ -84,16 +84,16 @@ def backends(names: Annotated[tuple[str, ...], Parameter(name="WHAT")] = (), /) 
     ]
 
 
-def text(found: Sequence[Backend], names: Sequence[str]) -> str:
-    """Return a line per backend, numbered ones of a family in one; or details of those named."""
+def text(rows: Sequence[Backend], names: Sequence[str]) -> str:
+    """Return a line per backend or numbered ladder, or the details of named backends."""
     if names:
-        return "\n".join(line for row in found for line in _details(row))
+        return "\n".join(line for row in rows for line in _details(row))
     table, before = [], ""
     kinds = itertools.groupby(
-        found, key=lambda row: (row.family, re.sub(r"(?<=_)\d+$", "", row.name), row.state)
+        rows, key=lambda row: (row.family, re.sub(r"(?<=_)\d+$", "", row.name), row.state)
     )
-    for (family, _, state), rows in kinds:
-        first, *more = rows
+    for (family, _, state), group in kinds:
+        first, *more = group
         name, what = first.name, first.summary
         if more:
             last = re.search(r"\d+$", more[-1].name)

@@ -105,14 +105,15 @@ def batch(
     return Completed(rows, errors, len(entries), str(out))
 
 
-def text(found: Completed, **_: object) -> str:
+def text(completed: Completed, **_: object) -> str:
     """Return the counts."""
-    return f"rows: {found.rows}, errors: {found.errors}, files: {found.files}, in {found.out}"
+    rows, errors = completed.rows, completed.errors
+    return f"rows: {rows}, errors: {errors}, files: {completed.files}, in {completed.out}"
 
 
-def exit_status(found: Completed) -> int:
+def exit_status(completed: Completed) -> int:
     """Return whether there were rows, and none could be completed: a shard may have no file."""
-    if found.errors < found.rows or not found.rows:
+    if completed.errors < completed.rows or not completed.rows:
         return 0
     print_error("gpt2-infer", "no row could be completed: see the column error")
     return EXIT_NO_ROW

@@ -28,9 +28,11 @@ def cache(*, clear: bool = False) -> Cache:
     return Cache(str(build.cache_dir()), entries, freed)
 
 
-def text(found: Cache, *, clear: bool) -> str:
+def text(content: Cache, *, clear: bool) -> str:
     """Return a line per entry and the total, or how much was freed."""
     if clear:
-        return f"freed {found.freed_bytes / 2**20:.1f} MiB in {found.folder}"
-    lines = [f"{size / 2**20:8.1f} MiB  {name}" for name, size in found.entries.items()]
-    return "\n".join([*lines, f"{sum(found.entries.values()) / 2**20:8.1f} MiB in {found.folder}"])
+        return f"freed {content.freed_bytes / 2**20:.1f} MiB in {content.folder}"
+    lines = [f"{size / 2**20:8.1f} MiB  {name}" for name, size in content.entries.items()]
+    return "\n".join(
+        [*lines, f"{sum(content.entries.values()) / 2**20:8.1f} MiB in {content.folder}"]
+    )

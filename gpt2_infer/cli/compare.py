@@ -79,14 +79,14 @@ def compare(
     settings = {k: v for k, v in given.items() if k not in ("task", "out", "name")}
     for option in settings.keys() - {*kind.__struct_fields__}:
         raise RequestError(f"--{option.replace('_', '-')} is not for --task {task}")
-    found = study.run(msgspec.convert(settings, kind, strict=False), name or task, out)
+    results = study.run(msgspec.convert(settings, kind, strict=False), name or task, out)
     if out:
         print(f"wrote {out}", file=sys.stderr)
-    return found
+    return results
 
 
-def text(found: File, out: Path, **_: object) -> str:
+def text(results: File, out: Path, **_: object) -> str:
     """Return the tables of the results."""
     from gpt2_infer.bench.show import tables
 
-    return tables.render(str(out), found)
+    return tables.render(str(out), results)

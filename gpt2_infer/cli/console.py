@@ -37,9 +37,9 @@ def show(text: object = "", *, end: str = "\n") -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a result as JSON values, by its own to_json() if it has one; null if not finite."""
+    """Return a result as JSON values, from its to_json() if it has that; null if not finite."""
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     value = value.to_json() if hasattr(value, "to_json") else value
     return msgspec.json.decode(msgspec.json.encode(value))
 

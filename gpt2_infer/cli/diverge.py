@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 from cyclopts import Parameter
 
-from gpt2_infer.cli.console import EXIT_FAILED
 from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN, Count, Model
 
 if TYPE_CHECKING:
@@ -61,11 +60,6 @@ def diverge(
     )
 
 
-def text(found: Divergence, **_: object) -> str:
+def text(divergence: Divergence, **_: object) -> str:
     """Return the report."""
-    return str(found)
-
-
-def exit_status(found: Divergence) -> int:
-    """Return whether there is a bug."""
-    return 0 if found.passed else EXIT_FAILED
+    return str(divergence)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2_infer.cli import predict, verify
-from gpt2_infer.cli.console import EXIT_FAILED, print_error
 from gpt2_infer.cli.versions import version_of
 
 if TYPE_CHECKING:
@@ -26,6 +25,11 @@ class Exported:
     name: str
     files: list[str]
     verdict: Findings
+
+    @property
+    def passed(self) -> bool:
+        """Whether the kernel passed."""
+        return self.verdict.passed
 
     def to_json(self) -> dict[str, Any]:
         """Return every field."""
@@ -44,7 +48,7 @@ def export(name: str, /, *, out: Path) -> Exported:
     """
     from gpt2_infer import export as repository
 
-    _, version = version_of(name)
+    version = version_of(name)
     planned = repository.plan(version, out)
     verdict = verify.verify(name)
     files = []
@@ -55,24 +59,16 @@ def export(name: str, /, *, out: Path) -> Exported:
     return Exported(str(planned.folder), planned.name, files, verdict)
 
 
-def text(found: Exported, **_: object) -> str:
+def text(exported: Exported, **_: object) -> str:
     """Return what was written and where to read on, or the verdict."""
-    if not found.files:
-        return verify.text(found.verdict)
-    written = f"wrote {found.out}: {len(found.files)} files, hub {found.name}"
-    return f"{written}\nnext: see {Path(found.out) / 'README.md'}"
-
-
-def exit_status(found: Exported) -> int:
-    """Return whether the kernel failed, and say so."""
-    if found.files:
-        return 0
-    print_error("gpt2-infer", f"{found.verdict.report.spec.name} did not pass: it is not exported")
-    return EXIT_FAILED
+    if not exported.passed:
+        return f"{verify.text(exported.verdict)}: nothing was written"
+    written = f"wrote {exported.out}: {len(exported.files)} files, hub {exported.name}"
+    return f"{written}\nnext: see {Path(exported.out) / 'README.md'}"
 
 
 def _evidence(verdict: Findings, kernel: str) -> str:
-    """Return what `verify` says, the command that repeats it, and where it ran."""
+    """Return the verdict, the command that repeats it, and where the kernel ran."""
     import torch
 
     report = verdict.report
@@ -85,7 +81,7 @@ def _evidence(verdict: Findings, kernel: str) -> str:
 
 
 def _times(name: str, verdict: Findings, kernel: str) -> str:
-    """Return the measured time, if there is a GPU, and the predicted one, with their commands."""
+    """Return the measured time, if there is a GPU, and the predicted time, with their commands."""
     from attention_kernels import UnsupportedError
     from attention_kernels.ladder.compilers import BuildError
 
@@ -94,11 +90,11 @@ def _times(name: str, verdict: Findings, kernel: str) -> str:
     if verdict.timing:
         measured = _block(command, "\n".join(verify.times(verdict.timing)))
     try:
-        found = predict.predict(name, gpu=GPU)
+        predictions = predict.predict(name, gpu=GPU)
     except (BuildError, UnsupportedError) as error:
         return f"{measured}\n\nNo time is predicted: {error}."
     command = ["gpt2-infer", "predict", kernel, "--gpu", GPU]
-    predicted = _block(command, predict.text(found, lines=False))
+    predicted = _block(command, predict.text(predictions, lines=False))
     return f"{measured}\n\nPredicted from its machine code, not measured:\n\n{predicted}"
 
 

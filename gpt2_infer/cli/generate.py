@@ -101,17 +101,17 @@ def generate(
     rows = zip(prompts, result.texts, result.finish_reasons, result.tokens, strict=True)
     keys = ("prompt", "text", "finish_reason", "tokens")
     report = make_report(loaded, result, name=name, load_s=load_s)
-    found = Generated(report, [dict(zip(keys, row, strict=True)) for row in rows])
+    generated = Generated(report, [dict(zip(keys, row, strict=True)) for row in rows])
     if live:
-        for i, row in enumerate(found.results if not streams else (), 1):
+        for i, row in enumerate(generated.results if not streams else (), 1):
             show(f"--- prompt {i} of {len(prompts)}\n{row['prompt']}{row['text']}\n")
         print(format_report(report), file=sys.stderr)
-    return found
+    return generated
 
 
-def exit_status(found: Generated) -> int:
+def exit_status(generated: Generated) -> int:
     """Return whether it was interrupted."""
-    return EXIT_INTERRUPTED if "interrupted" in found.report["finish_reasons"] else 0
+    return EXIT_INTERRUPTED if "interrupted" in generated.report["finish_reasons"] else 0
 
 
 def _read(names: Sequence[str]) -> Iterator[str]:

@@ -53,8 +53,8 @@ def kernels(
     return resources.resource_table([*versions.values()], wanted, head_dims or sorted(taken))
 
 
-def text(found: list[Resources], **_: object) -> str:
+def text(rows: list[Resources], **_: object) -> str:
     """Return a table."""
     from attention_kernels.inspection.resources import format_table
 
-    return format_table(found)
+    return format_table(rows)

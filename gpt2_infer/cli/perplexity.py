@@ -53,15 +53,15 @@ def perplexity(
         )
 
 
-def text(found: list[Score], **_: object) -> str:
+def text(scores: list[Score], **_: object) -> str:
     """Return a table, and below it how many tokens were scored."""
     from tabulate import tabulate
 
     table = [("backend", "bits per byte", "perplexity", "nats per token", "standard errors")]
-    for i, s in enumerate(found):
+    for i, s in enumerate(scores):
         differences = (f"{s.difference:+.2e}", f"{s.standard_errors:+.1f}") if i else ("", "")
         table.append((s.backend, f"{s.bits_per_byte:.6f}", f"{s.perplexity:.5f}", *differences))
     align = ("left", *["right"] * 4)
     lines = tabulate(table, "firstrow", "plain", disable_numparse=True, colalign=align)
-    first = found[0]
+    first = scores[0]
     return f"{lines}\n{first.tokens} tokens; the last two columns: difference from {first.backend}"

@@ -125,7 +125,7 @@ def predict(
         what = f"{launch.kernel} of {Path(name).name} on {on.name}"
         heading = f"{what}: {blocks} blocks of {threads} threads"
     else:
-        _, version = version_of(name)
+        version = version_of(name)
         builds = {build.dtype: build for build in version.builds()}
         wanted = dtype or version.dtypes[0]
         if wanted not in builds:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from gpt2_infer.cli.console import EXIT_FAILED
 from gpt2_infer.cli.options import TIMEOUT, Count, Seconds
 from gpt2_infer.cli.versions import versions_of
 from gpt2_infer.errors import RequestError
@@ -27,6 +26,11 @@ class Page:
     bytes: int
     failed: list[str]
     """The versions that failed the checks."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no version failed."""
+        return not self.failed
 
 
 def report(
@@ -82,15 +86,10 @@ def report(
     return Page(str(out), out.stat().st_size, failed)
 
 
-def text(found: Page, **_: object) -> str:
+def text(page: Page, **_: object) -> str:
     """Return the name and size of the page, and the versions that failed."""
-    failed = [f"FAILED: {name}" for name in found.failed]
-    return "\n".join([*failed, f"wrote {found.out}, {found.bytes / 1024:.0f} KiB"])
-
-
-def exit_status(found: Page) -> int:
-    """Return whether a version failed."""
-    return EXIT_FAILED if found.failed else 0
+    failed = [f"FAILED: {name}" for name in page.failed]
+    return "\n".join([*failed, f"wrote {page.out}, {page.bytes / 1024:.0f} KiB"])
 
 
 def _verdict(version: VersionHeader, timeout_s: float) -> Report | str:

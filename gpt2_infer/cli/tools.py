@@ -71,11 +71,12 @@ def arguments_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
     if function.__name__ == "diverge":  # the options of the model are arguments, too
         every |= parameters(Model)
     fields: list[tuple[str, Any, Any]] = []
-    for name, one in every.items():
-        if HIDDEN not in extras(one):
-            meaning = msgspec.Meta(description=extras(one)[-1].help)
-            default = msgspec.NODEFAULT if one.default is one.empty else one.default
-            fields.append((name, Annotated[one.annotation, meaning], default))
+    for name, parameter in every.items():
+        if HIDDEN not in extras(parameter):
+            meaning = msgspec.Meta(description=extras(parameter)[-1].help)
+            has_default = parameter.default is not parameter.empty
+            default = parameter.default if has_default else msgspec.NODEFAULT
+            fields.append((name, Annotated[parameter.annotation, meaning], default))
     return msgspec.defstruct(function.__name__, fields, kw_only=True, forbid_unknown_fields=True)
 
 
@@ -114,18 +115,18 @@ async def _call(context: ServerRequestContext, asked: CallToolRequestParams) -> 
 
 
 def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are given, converted; raises ToolError for one that is wrong."""
+    """Return a call's arguments, converted; raises ToolError for a wrong argument."""
     try:
-        found = msgspec.convert(
+        given = msgspec.convert(
             arguments, arguments_of(function), dec_hook=lambda kind, value: kind(value)
         )
     except msgspec.ValidationError as error:
         raise ToolError(str(error)) from error
-    return msgspec.structs.asdict(found)
+    return msgspec.structs.asdict(given)
 
 
 async def _diverge(given: dict[str, Any]) -> Any:
-    """Run the command: model and kernels run in a process of their own."""
+    """Run the command in a process of its own, because the model and the kernels share it."""
     names = [given.pop("a"), given.pop("b")]
     options = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from attention_kernels import child
-from gpt2_infer.cli.console import EXIT_FAILED
 from gpt2_infer.cli.options import (
     BACKEND,
     HIDDEN,
@@ -74,20 +73,15 @@ def verify(
     )
 
 
-def exit_status(found: Findings) -> int:
-    """Return whether it failed."""
-    return 0 if found.passed else EXIT_FAILED
-
-
-def text(found: Findings, **_: object) -> str:
+def text(findings: Findings, **_: object) -> str:
     """Return the verdict and its reasons."""
-    return "\n".join([*_lines(found), "PASSED" if found.passed else "FAILED"])
+    return "\n".join([*_lines(findings), "PASSED" if findings.passed else "FAILED"])
 
 
-def _lines(found: Findings) -> Iterator[str]:
-    report = found.report
-    emulated = ", emulated" if found.emulated else ""
-    sanitized = ", sanitized" if found.sanitized else ""
+def _lines(findings: Findings) -> Iterator[str]:
+    report = findings.report
+    emulated = ", emulated" if findings.emulated else ""
+    sanitized = ", sanitized" if findings.sanitized else ""
     of = "" if report.checks == report.total else f" of {report.total}"
     counted = (
         f": {report.checks}{of} checks, {report.calls:,} calls in one process, seed {report.seed}"
@@ -95,45 +89,45 @@ def _lines(found: Findings) -> Iterator[str]:
         else ""
     )
     yield f"{report.spec.name} on {report.device}{emulated}{counted}{sanitized}"
-    yield from _scope(found) if report.total else ["  the suite did not run"]
-    shown = _distinct(found.failures)
+    yield from _scope(findings) if report.total else ["  the suite did not run"]
+    shown = _distinct(findings.failures)
     yield from (f"  FAILED: {failure.what}\n          {failure.why}" for failure in shown)
     if report.failures:
         count, more = len(report.failures), len(report.failures) - len(shown)
         stopped = ", and the suite stopped there" if report.stopped else ""
         similar = f"; {more} of them, most like those above, are not shown" if more else ""
         yield f"  {count} of them failed{stopped}{similar}"
-        if common := found.pattern:
+        if common := findings.pattern:
             yield f"  {common}"
-    elif worst := found.worst:
+    elif worst := findings.worst:
         status = worst["status"]
         yield f"  {'worst' if status == 'passed' else status}: {worst['case']}"
-        for one in worst["errors"]:
-            numbers = (one["error"], one["budget"], one["naive_error"])
+        for row in worst["errors"]:
+            numbers = (row["error"], row["budget"], row["naive_error"])
             measured, budget, naive = (f"{number:.2e}" for number in numbers)
-            yield f"    {one['rule']:<9} {measured}, budget {budget}, plain PyTorch's {naive}"
-    if found.budget_rule:
-        yield f"  a budget is {found.budget_rule}"
-    if report.killed and found.emulated and not found.sanitized:
+            yield f"    {row['rule']:<9} {measured}, budget {budget}, plain PyTorch's {naive}"
+    if findings.budget_rule:
+        yield f"  a budget is {findings.budget_rule}"
+    if report.killed and findings.emulated and not findings.sanitized:
         yield "  probably an access out of bounds: --sanitize shows where"
-    if found.nvcc:
-        yield f"  {found.nvcc}"
-    if found.passed and found.emulated:
+    if findings.nvcc:
+        yield f"  {findings.nvcc}"
+    if findings.passed and findings.emulated:
         yield "  no timing: it ran in the CPU emulator, which says nothing about its speed"
-    yield from times(found.timing)
+    yield from times(findings.timing)
 
 
-def _scope(found: Findings) -> Iterator[str]:
-    """Yield what was tested by which budgets, if not everything by the usual ones."""
+def _scope(findings: Findings) -> Iterator[str]:
+    """Yield how the checks or their budgets differ from the usual, if they do."""
     from attention_kernels.judge import cases, suite
 
-    report = found.report
-    if found.quick:
+    report = findings.report
+    if findings.quick:
         share = f"{suite.QUICK_SHARE:.0%} of the planted faults"
         yield f"  quick: the beginning of the suite, in which {share} show"
-    if found.emulated and report.has_attention:
+    if findings.emulated and report.has_attention:
         yield f"  no length above {cases.LONGEST_EMULATED:,}: it was emulated"
-    if found.few_shapes:
+    if findings.few_shapes:
         shapes = f"{len(cases.COMPILED_RANGES)} shapes of each dtype"
         yield f"  only {shapes} were tried in the cases: it is compiled for each"
     if report.spec.error_slack != 1:

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
 
 
-def version_of(what: str) -> tuple[str, VersionHeader]:
-    """Return the name and the header of a version file, given it or the backend built from it.
+def version_of(what: str) -> VersionHeader:
+    """Return the header of a version file, given it or the backend built from it.
 
     Raises UnsupportedError for a backend without a version file.
     """
-    ((name, version),) = versions_of([what]).items()
-    return name, version
+    (version,) = versions_of([what]).values()
+    return version
 
 
 def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
@@ -49,7 +49,6 @@ def call_shape(
 
 
 def describe(shape: dict[str, Any]) -> str:
-    """Return a shape in words."""
-    names = {"batch": "B", "num_heads": "H", "seqlen": "N", "head_dim": "head_dim"}
-    sizes = [f"{name}={shape[key]}" for key, name in names.items() if key in shape]
-    return " ".join([*sizes, "causal" if shape["is_causal"] else "full"])
+    """Return a call_shape() in words."""
+    kind = "causal" if shape["is_causal"] else "full"
+    return f"B={shape['batch']} H={shape['num_heads']} head_dim={shape['head_dim']} {kind}"

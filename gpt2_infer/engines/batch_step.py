@@ -70,7 +70,7 @@ class KernelParams(ctypes.Structure):
 @functools.cache
 def _op(dtype: str, device_type: str) -> Callable[..., None]:
     version = header.parse_header(SOURCE, "batch_step_")
-    (build,) = (one for one in version.builds() if one.dtype == dtype)
+    (build,) = (build for build in version.builds() if build.dtype == dtype)
     return load_op(build, device_type, "the step of a large batch")
 
 
@@ -93,7 +93,7 @@ class BatchStep:
         self.model, self.cache = model, cache
         self.tokens, self.lengths, self.active = tokens, lengths, active
         self.logprobs = logprobs
-        self.embeddings = [one.weight.contiguous() for one in (model.wte, model.wpe)]
+        self.embeddings = [table.weight.contiguous() for table in (model.wte, model.wpe)]
         self.blocks = [*model.blocks()]
         self.norms = [*(block.ln_1 for block in self.blocks), model.ln_f]
         self._op = _op(dtype_name(model.dtype), model.device.type)
@@ -194,7 +194,7 @@ class BatchStep:
     def _run(self, kernel: int, rows: int, **fields: Any) -> None:
         """Launch a kernel for some rows; fields: those of StructParams that it reads."""
         addresses = {
-            name: one.data_ptr() if isinstance(one, Tensor) else one for name, one in fields.items()
+            name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()
         }
         width = self.model.config.n_embd
         params = KernelParams(kernel=kernel, rows=rows, width=width, **addresses)

@@ -26,7 +26,6 @@ from gpt2_infer.engines.base import room
 from gpt2_infer.engines.slots import Integers, Slots, Work
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
-from gpt2_infer.prepared import clear_all
 from gpt2_infer.request import EngineName, Request
 from gpt2_infer.stream import FinishReason, Watcher
 
@@ -69,11 +68,11 @@ class _Rows:
 
     def __init__(self, members: Sequence[tuple[int, Request]], batch: int) -> None:
         self.members, self.new_tokens = members, members[0][1].max_new_tokens
-        # As the device will see it when all enqueued work is done, by slot: the row, or -1, and its
-        # number of tokens. A row that gets its last token leaves without being read.
+        # By slot, after all enqueued work: the row, or -1, and its number of tokens. A row leaves
+        # when its last token is enqueued, before that token has been read.
         self.held = np.full(batch, -1)
         self.begun = np.zeros(batch, dtype=np.int64)
-        # What has been read, by slot. A row's tokens are read in order, and before those of the
+        # By slot, the tokens read so far. A row's tokens are read in order, and before those of the
         # next row in its slot.
         self.seen = np.zeros(batch, dtype=np.int64)
         self.tokens = np.zeros((batch, self.new_tokens), dtype=np.int64)
@@ -221,7 +220,7 @@ class Continuous:
         self, requests: Sequence[tuple[int, Request]]
     ) -> Iterator[tuple[int, Completion | str]]:
         self.set_up_s = 0.0
-        by_length = sorted(requests, key=lambda one: self._padded(one[1]))
+        by_length = sorted(requests, key=lambda member: self._padded(member[1]))
         if self.model.decode_attention.version is not None:
             yield from self._run_apart(by_length)
             return
@@ -273,8 +272,8 @@ class Continuous:
         work, least, ended = deque[Work](), slots.group, deque[_Ended]()
 
         def result() -> tuple[int, Completion | str]:
-            one = ended.popleft()
-            return members[one.row][0], rows.result(one, slots.backend(lengths[one.row]))
+            done = ended.popleft()
+            return members[done.row][0], rows.result(done, slots.backend(lengths[done.row]))
 
         while True:
             free = rows.free
@@ -300,7 +299,7 @@ class Continuous:
             while ended and (len(ended) > self.batch or not work[0].is_done):
                 yield result()
             newest = rows.read(work.popleft())
-            slots.leave([one.slot for one in newest if rows.release(one.row, one.slot)])
+            slots.leave([end.slot for end in newest if rows.release(end.row, end.slot)])
             ended += newest
         while ended:
             yield result()
@@ -317,12 +316,7 @@ class Continuous:
             slots = cast("Slots", kept)
             slots.begin(model, request)
         else:
-            try:
-                slots = Slots(model, request, self.batch, capacity, self.engine)
-            except torch.OutOfMemoryError:
-                if not clear_all():
-                    raise
-                slots = Slots(model, request, self.batch, capacity, self.engine)
+            slots = Slots(model, request, self.batch, capacity, self.engine)
 
         def keep() -> None:
             slots.rest()
@@ -341,9 +335,9 @@ def _next_group(
     for one more round at the end. waiting: rows that are sorted by length.
     """
     same = itertools.takewhile(lambda row: lengths[row] == lengths[waiting[0]], waiting)
-    found = len(list(itertools.islice(same, most + 1)))
-    count = min(found, most)
+    available = len(list(itertools.islice(same, most + 1)))
+    count = min(available, most)
     rounds, rounds_after = (-(-rows // batch) for rows in (len(waiting), len(waiting) - count))
-    if count < least and found > most and rounds_after == rounds:
+    if count < least and available > most and rounds_after == rounds:
         return []
     return [waiting.popleft() for _ in range(count)]

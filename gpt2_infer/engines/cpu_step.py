@@ -17,7 +17,7 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import load_op
-from gpt2_infer.engines.fused import MAX_BATCH, Fused
+from gpt2_infer.engines.fused import Fused, request_refusals
 from gpt2_infer.linear import Linear
 from gpt2_infer.model import GPT2, Block, KVCache
 from gpt2_infer.request import EngineName, Request
@@ -40,15 +40,12 @@ class FusedOnCPU(Fused):
     @classmethod
     def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
         """Return all reasons why the engine cannot run a request; without any, build the code."""
-        config, dtype, reasons = model.config, dtype_name(model.dtype), []
+        config, dtype = model.config, dtype_name(model.dtype)
+        reasons = request_refusals(model, request)
         if dtype != "float32":
             reasons.append(f"dtype {dtype} (on a CPU it takes float32)")
         if not config.is_gelu_tanh:
             reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
-        if len(request.rows) > MAX_BATCH:
-            reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
-        if model.decodes_with_named_backend:
-            reasons.append(f"decoding with the named backend {model.decode_attention.name}")
         if missing := compilers.missing_compiler("emulator"):
             reasons.append(missing)
         if not reasons and isinstance(failure := _op(), str):

@@ -51,7 +51,7 @@ class Ends:
         self._wte, self._head = weights_by_rows(model)
         self._wpe = model.wpe.weight
         self._multiprocessors = count_multiprocessors(model.device)
-        # Those of the last pass; captured graphs write to them again.
+        # The logits of the last pass; captured graphs write to the same tensor again.
         self.last_logits = self._wte.new_empty(0, len(self._head))
         self._largest = self._wte.new_empty(0, dtype=torch.long)  # a key for each row
         self._norm = next(iter(model.blocks())).ln_1

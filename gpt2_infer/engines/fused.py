@@ -57,6 +57,16 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def request_refusals(model: GPT2, request: Request) -> list[str]:
+    """Return the reasons why no fused engine of any device can decode a request."""
+    reasons = []
+    if len(request.rows) > MAX_BATCH:
+        reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
+    if model.decodes_with_named_backend:
+        reasons.append(f"decoding with the named backend {model.decode_attention.name}")
+    return reasons
+
+
 class FusedStep(Protocol):
     """A decode step: calling it enqueues it."""
 
@@ -76,14 +86,11 @@ class Fused(Cached):
     def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
         """Return all reasons why the engine cannot run a request."""
         reasons = kernel_refusals(model, DTYPES)
-        if len(request.rows) > MAX_BATCH:
-            reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
+        reasons += request_refusals(model, request)
         if (head_dim := model.config.head_dim) not in (32, 64, 128):
             reasons.append(f"head_dim {head_dim} (it takes 32, 64, 128)")
         if not request.check_finite:
             reasons.append("logits that are not checked for NaN and infinity")
-        if model.decodes_with_named_backend:
-            reasons.append(f"decoding with the named backend {model.decode_attention.name}")
         return reasons or shape_on(model, power_of_two(len(request.rows))).refusals
 
     @property
@@ -207,10 +214,10 @@ class StepShape:
 
     @property
     def _parts(self) -> int:
-        """The parts of a sum over heads or hidden units, which are added in order; 0 if none.
+        """The number of parts of a sum over heads or hidden units; 0 if it has no parts.
 
-        If one kernel runs all layers, each head's cluster computes one. Batches and the portable
-        step have them, too, because they give the same bits.
+        If one kernel runs all layers, each head's cluster computes a part. Batches and the portable
+        step divide sums in the same way, so that all give the same bits.
         """
         config = self.config
         divides = config.n_embd % (8 * RANKS) == 0 and config.inner_dim % (64 * config.n_head) == 0
@@ -247,12 +254,12 @@ class StepShape:
         """
         products = [BlockedMatrix(rows, columns, each, warps) for each in (32, 16, 8)]
         fitting = [
-            one
-            for one in products
-            if one.block_bytes(self.dtype) <= most_bytes
-            and one.shared_bytes(self.dtype, MAX_BATCH, has_x=True) <= self.shared_bytes
+            product
+            for product in products
+            if product.block_bytes(self.dtype) <= most_bytes
+            and product.shared_bytes(self.dtype, MAX_BATCH, has_x=True) <= self.shared_bytes
         ]
-        at_once = [one for one in fitting if self._runs_at_once(one)]
+        at_once = [product for product in fitting if self._runs_at_once(product)]
         if self.shared_bytes >= MUCH_BYTES:
             at_once = []
         return [*at_once, *fitting, products[-1]][0]
@@ -290,7 +297,7 @@ class StepShape:
     @property
     def refusals(self) -> list[str]:
         """The reasons why a block does not fit in its shared memory."""
-        name, most = max(self.needed.items(), key=lambda one: one[1])
+        name, most = max(self.needed.items(), key=lambda item: item[1])
         reasons = []
         if most > self.shared_bytes:
             reasons.append(
@@ -331,8 +338,8 @@ class StepShape:
             "PORTABLE": int(self.is_portable),
             "ONE_KERNEL": int(self.is_one_kernel),
         }
-        for name, one in self.products.items():
-            macros |= {f"{name}_COLUMNS": one.block_columns, f"{name}_WARPS": one.warps}
+        for name, product in self.products.items():
+            macros |= {f"{name}_COLUMNS": product.block_columns, f"{name}_WARPS": product.warps}
         parsed = header.parse_header(SOURCE, "fused_step_")
         flags = (*parsed.flags, *(f"-DSTEP_{name}={value}" for name, value in macros.items()))
         dtypes = (dtype_name(self.dtype),)
@@ -366,7 +373,7 @@ def _pack(model: GPT2, shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
     the last LayerNorm's weight and bias.
     """
     products = shape.products.values()
-    sizes = [one.rows * one.columns for one in products]
+    sizes = [product.rows * product.columns for product in products]
     weights = model.wte.weight.new_empty(model.config.n_layer, sum(sizes))
     vectors: list[Tensor] = []
     for layer, block in zip(weights, model.blocks(), strict=True):
@@ -383,7 +390,7 @@ def _pack(model: GPT2, shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
 def shape_on(model: GPT2, batch: int) -> StepShape:
     """Return the shape that the kernels are compiled for on a model's GPU.
 
-    It is the portable one where the other does not run, or does not fit.
+    It is the portable shape where the other does not run or does not fit.
     """
     properties = torch.cuda.get_device_properties(model.device)
     # torch's stubs lack this field.

@@ -108,7 +108,7 @@ class Layer:
     def __init__(self, block: Block, next_norm: nn.LayerNorm) -> None:
         self.block, self.next_norm = block, next_norm
         linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-        self.qkv, self.proj, self.fc, self.fc2 = (one.product() for one in linears)
+        self.qkv, self.proj, self.fc, self.fc2 = (linear.product() for linear in linears)
 
     def attend(
         self,

@@ -92,7 +92,7 @@ class Slots:
     def nbytes(self) -> int:
         """The device memory that the slots hold in bytes, without weights."""
         own = sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
-        own += sum(x.nbytes for one in self.prompts.values() for x in one.tensors)
+        own += sum(x.nbytes for group in self.prompts.values() for x in group.tensors)
         return own + self.all.kv.nbytes + (pool_bytes(self.graph) if self.graph else 0)
 
     @without_autocast

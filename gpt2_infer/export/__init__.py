@@ -1,8 +1,8 @@
 """Write a version file as a repository of its own: a kernel for Hugging Face's Hub.
 
-It is what Hugging Face's kernel-builder builds, from the templates in hub/ and from csrc, and what
-kernels.get_kernel() loads then. The new folder's name is its name. As a plug-in for pip, a kernel
-is a copy of examples/my_backend: docs/adding-a-kernel.md.
+Hugging Face's kernel-builder builds the repository, which is made of the templates in hub/ and of
+files of csrc, and kernels.get_kernel() loads the result. The folder's name is the kernel's. A
+plug-in for pip is a copy of examples/my_backend instead: docs/adding-a-kernel.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from gpt2_infer.errors import RequestError
 Files: TypeAlias = dict[str, bytes]  # by path in a folder
 HUB = Path(__file__).parent / "hub"
 NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")  # the Hub takes no others
-# What kernel-builder compiles for with CUDA 13; listed for a kernel that needs more than the first.
+# kernel-builder compiles for these with CUDA 13; a kernel that needs more than the first lists
+# those that it runs on.
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "11.0", "12.0+PTX")
 
 
@@ -36,9 +37,9 @@ class Export:
     version: VersionHeader
     folder: Path
     own: Files
-    """The version file, and what it includes from its folder."""
+    """The version file, and the files that it includes from its folder."""
     shared: Files
-    """What these include from csrc."""
+    """The files of csrc that these include."""
 
     @property
     def name(self) -> str:
@@ -95,7 +96,7 @@ class Export:
     def _fill(self, template: str, **more: str) -> bytes:
         """Return a template with the export's values."""
         version, dtypes = self.version, " ".join(self.version.dtypes)
-        needs = [one for one in CAPABILITIES if version.compiles_for(re.sub(r"\D", "", one))]
+        needs = [arch for arch in CAPABILITIES if version.compiles_for(re.sub(r"\D", "", arch))]
         macros = [f"-DATTENTION_VERSION={version.name}", f"-DATTENTION_DTYPE={dtypes}"]
         macros += ["-DATTENTION_CONTIGUOUS"] * (version.layout == "contiguous")
         sources = [f"csrc/{name}" for name in (*self.own, *self.shared)]
@@ -120,7 +121,7 @@ class Export:
 
 
 def plan(version: VersionHeader, folder: Path) -> Export:
-    """Read a version and what it includes, for a folder that does not exist yet.
+    """Read a version and the files that it includes, for a folder that does not exist yet.
 
     Raises RequestError for a folder that cannot be used, UnsupportedError for a version that the
     Hub does not take.

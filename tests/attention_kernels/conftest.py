@@ -13,6 +13,9 @@ import torch
 from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.op import load_op
 
+needs_compiler = pytest.mark.skipif(
+    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
+)
 # Of the negative controls. The build that checks for races reports every fault.
 BUILDS = ["races", pytest.param("", marks=pytest.mark.slow)]
 PROBE = Path(__file__).parent / "probe" / "emulator.cpp"
@@ -42,14 +45,6 @@ def probe() -> Callable[..., str]:
         return function(*pointers).decode()
 
     return call
-
-
-@pytest.fixture
-def hopper() -> str:
-    """Return the device, or skip the test."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    return "cuda"
 
 
 def faulty_op(file: Path, build: str) -> Callable[..., None]:

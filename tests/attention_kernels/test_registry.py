@@ -25,6 +25,9 @@ from attention_kernels import (
 )
 from attention_kernels.contract import Kernels
 
+EFFICIENT = "PYTORCH_SDPA_EFFICIENT_ATTENTION"
+OURS = ["DECODE_SPLIT_KV_VERSION_1", "DECODE_SPLIT_KV_VERSION_3"]
+PLAIN = ["NAIVE_PYTORCH", "NAIVE_PYTORCH"]
 FIELDS = {
     "family": "test",
     "summary": "A backend of a test.",
@@ -35,25 +38,21 @@ FIELDS = {
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "gpu", "attends", "decodes"),
     [
-        (torch.float32, 64, 0, True, True),
-        (torch.float32, 64, 1, False, False),  # that GPU is too old
-        (torch.float32, 80, 0, False, False),
-        (torch.bfloat16, 64, 0, False, True),
+        (torch.float32, 64, 0, "CUSTOM_CUDA", OURS),
+        (torch.bfloat16, 64, 0, EFFICIENT, OURS),
+        (torch.float32, 80, 0, EFFICIENT, PLAIN),
+        (torch.float32, 64, 1, EFFICIENT, PLAIN),  # that GPU is too old
     ],
 )
 def test_the_defaults_on_cuda_are_ours_where_they_serve(
     dtype, head_dim, gpu, attends, decodes, monkeypatch
 ):
-    registry._serves.cache_clear()
     monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda _, d: "old" if d.index else None)
-    device, many = torch.device("cuda", gpu), registry.MANY_HEADS
-    name = "CUSTOM_CUDA" if attends else "PYTORCH_SDPA_EFFICIENT_ATTENTION"
-    assert registry.default_backend(device, dtype, head_dim).name == name
-    for heads, version in ((1, 1), (many - 1, 1), (many, 3)):
-        name = f"DECODE_SPLIT_KV_VERSION_{version}" if decodes else "NAIVE_PYTORCH"
-        assert registry.default_decode_backend(device, dtype, head_dim, heads).name == name
-    on_cpu = registry.default_decode_backend(torch.device("cpu"), dtype, head_dim)
-    assert on_cpu.name == "PYTORCH_SDPA_FLASH_ATTENTION"
+    registry._serves.cache_clear()
+    arguments = torch.device("cuda", gpu), dtype, head_dim
+    few, many = (registry.default_decode_backend(*arguments, n).name for n in (1023, 1024))
+    assert [few, many] == decodes
+    assert registry.default_backend(*arguments).name == attends
     registry._serves.cache_clear()
 
 
@@ -148,6 +147,7 @@ Q = torch.randn(1, 1, 2, 8)
         (lambda *_: Q.mT.contiguous().mT, OutputError, "returned strides (16, 16, 1, 2) instead"),
         (lambda q, k, *_: k, OutputError, "returned the memory of an input"),
         (raising(UnsupportedError("TEST", [])), UnsupportedError, "cannot take this call"),
+        (None, UnsupportedError, "cannot take this call: it has "),  # no kernel
         (raising(torch.OutOfMemoryError()), torch.OutOfMemoryError, ""),
     ],
 )
@@ -160,35 +160,31 @@ def test_a_kernels_fault_is_one_sentence_and_a_refusal_stays_one(kernel, error, 
         assert not words or str(caught.value).startswith(f"attention backend TEST {words}")
 
 
-def test_a_backend_that_only_decodes_says_so():
-    decode = get_backend("NAIVE_PYTORCH").load().decode
-    spec = BackendSpec(name="TEST_DECODES", loader=lambda: Kernels(decode=decode), **FIELDS)
-    assert spec.refusals(Q, Q, Q) == ["it has a decode kernel only"]
-    with pytest.raises(UnsupportedError, match="it has a decode kernel only"):
-        spec.attention(Q, Q, Q)
-
-
-@pytest.mark.parametrize(
-    ("exactly", "capability", "words"),
-    [
-        (False, (7, 5), "8.0 or higher"),
-        (False, (8, 0), None),
-        (False, (12, 0), None),
-        (True, (10, 0), "8.0 and no other"),
-    ],
-)
-def test_a_device_without_the_instructions_is_refused(exactly, capability, words, monkeypatch):
-    """On cuda:1; the current device, cuda:0, has them."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    gpus = {1: capability}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: gpus.get(d.index, (8, 0)))
+@pytest.mark.parametrize("exactly", [False, True])
+def test_a_device_without_the_instructions_is_refused(exactly, monkeypatch):
+    """The current device, cuda:0, has them."""
+    gpus = {0: (8, 0), 1: (7, 5), 2: (12, 0)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: gpus[d.index or 0])
     version = types.SimpleNamespace(needs_exactly=exactly)
     fields = {"min_compute_capability": (8, 0), "version": version, "device_types": ("cuda",)}
     spec = BackendSpec(name="TEST_NEEDS", loader=Kernels, **fields, **FIELDS)
-    assert bool(spec.unavailable_reason("cuda:1")) == bool(words)
-    assert (words or "") in str(spec.unavailable_reason("cuda:1"))
-    assert spec.unavailable_reason("cuda") is None
-    assert spec.unavailable_reason("cpu") == "runs on cuda only, not on cpu"
+    needs = f"needs compute capability 8.0 {'and no other' if exactly else 'or higher'}"
+    too_new = f"{needs}, and this device has 12.0" if exactly else None
+    assert [*map(spec.unavailable_reason, ("cuda", "cuda:1", "cuda:2", "cpu"))] == [
+        None,
+        f"{needs}, and this device has 7.5",
+        too_new,
+        "runs on cuda only, not on cpu",
+    ]
+
+
+def test_a_refusal_gives_every_reason():
+    q = torch.zeros(1, 4, 2, 80).double()
+    with pytest.raises(UnsupportedError) as caught:
+        get_backend("CUSTOM_CUDA_VERSION_1").attention(q, q, q)
+    dtype = "dtype float64 (it takes float32)"
+    assert caught.value.reasons == [dtype, "head_dim 80 (it takes 32, 64, 128)"]
 
 
 def install_plugin(folder: Path, package: str, code: str) -> None:

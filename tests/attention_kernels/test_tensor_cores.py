@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import probe_line
+from tests.attention_kernels.conftest import needs_compiler, probe_line
 
 FILE = Path(__file__).parent / "probe" / "v01_tensor_cores.cu"
 HALF, BFLOAT16, TF32, LOAD, LOAD_TRANSPOSED = range(5)
 PRODUCTS = 2000
-SHAPES = [(16, 16, 16), (32, 8, 16), (8, 32, 16)]
-ARCHS = ["75", "90"]
 
-pytestmark = pytest.mark.skipif(
-    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
-)
-
-
-class ProbeParams(ctypes.Structure):
-    _fields_ = (
-        ("a", ctypes.c_void_p),
-        ("b", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("products", ctypes.c_int),
-        ("kind", ctypes.c_int),
-    )
+pytestmark = needs_compiler
 
 
 def run(kind, a, b, sums, device):
     """Return the results of a warp's instruction for each product's fragments."""
     a, b, out = a.to(device), b.to(device), sums.to(device, copy=True)
-    params = ProbeParams(a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
+    params = struct.pack("3P2i", a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
     op = load_op(header.parse_header(FILE, "probe_"), device, "the probe")
     op(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
     return out.cpu()
@@ -93,18 +79,7 @@ def operands(kind, name, products=PRODUCTS):
         a[:, :, depth // 2 :] = a[:, :, : depth // 2]
         b[:, depth // 2 :] = -b[:, : depth // 2]
         a, b, c = spread(a, 3), spread(b, 3), c * 2**-10
-    if name == "large sums":
-        c = spread(c * 2**16, 12)
-    if name == "one product":
-        a[:, :, 1:] = 0
-        c = spread(c, 26)
-    if name == "subnormal":
-        a = a * 2.0 ** (-16 if kind == HALF else -127)
-        c = spread(c * 2.0 ** (-18 if kind == HALF else -128), 8)
     return a, b, c
-
-
-KINDS = ("normal", "spread", "cancelling", "large sums", "one product", "subnormal")
 
 
 def multiply(kind, a, b, c, device):
@@ -113,7 +88,7 @@ def multiply(kind, a, b, c, device):
 
 @pytest.mark.parametrize("kind", [HALF, BFLOAT16, TF32])
 def test_products_are_right_and_truncated(kind):
-    """Sums and products are rounded towards zero: adding small products to 1 changes nothing."""
+    """Sums and products are rounded towards zero."""
     a, b, c = (x.double() for x in operands(kind, "normal", 20))
     if kind != TF32:
         dtype = torch.float16 if kind == HALF else torch.bfloat16
@@ -125,9 +100,6 @@ def test_products_are_right_and_truncated(kind):
     assert (out - exact).abs().max() < 1e-5
     assert (out != exact.float()).any()
     assert out.abs().double().sum() < exact.abs().sum()
-    small, one = torch.full_like(a[:1], 2.0**-14).float(), torch.ones(1, 16, 8)
-    few = torch.full_like(b[:1], 2.0**-12).float()
-    assert bool((multiply(kind, small, few, one, "cpu") == 1).all())
 
 
 @pytest.mark.parametrize(("kind", "order"), [(LOAD, (0, 1)), (LOAD_TRANSPOSED, (1, 0))])
@@ -143,7 +115,7 @@ def test_matrices_are_loaded(kind, order):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["normal", "spread", "cancelling"])
 @pytest.mark.parametrize("kind", [HALF, BFLOAT16, TF32])
 def test_a_twin_gives_the_bits_of_the_hardware(kind, name):
     if torch.cuda.get_device_capability()[0] != 9:
@@ -165,9 +137,9 @@ def placed(matrix: torch.Tensor, rows: bool, padding: int) -> tuple[torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["75", "90"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 16, 16), (32, 8, 16), (8, 32, 16)])
 def test_products_in_every_layout(probe, m, n, k, dtype, arch, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
     generator = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention_kernels import get_backend, ladder, list_backends
-from attention_kernels.judge.truth import naive_attention, reference_attention
+from attention_kernels.judge.truth import naive_attention, truth
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.cli import DEFAULT_PROMPT
@@ -161,7 +161,7 @@ def test_a_wrong_token_is_a_bug_even_where_each_layer_is_right_when_run_again(de
 @pytest.mark.parametrize(("precision", "verdict"), [("3xtf32", "equal"), ("ieee-fp32", "bug in A")])
 def test_the_budget_is_the_precision_classs(demo, add, precision, verdict):
     def four_times_as_far_off(q, k, v, softmax_scale, is_causal):
-        reference = reference_attention(q, k, v, softmax_scale, is_causal)
+        reference = truth(q, k, v, softmax_scale, is_causal).reference
         naive = naive_attention(q, k, v, softmax_scale, is_causal).double()
         return (reference + 4 * (naive - reference)).float()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.contract import AttentionFunction, Kernels
-from attention_kernels.ladder import define_op
+from attention_kernels.ladder.op import define_op
 from attention_kernels.registry import register
 
 

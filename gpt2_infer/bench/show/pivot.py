@@ -37,11 +37,6 @@ class Table:
     notes: Mapping[str, str] = field(default_factory=dict)
     """Notes below the table, by contender."""
 
-    @property
-    def has_ties(self) -> bool:
-        """Whether some figure is omitted because it is within the spread."""
-        return any(WITHIN_SPREAD in row for row in self.rows)
-
     def chosen(self, rows: str, columns: str) -> Table:
         """Return the part of the table for a page, at most PAGE.
 
@@ -64,7 +59,7 @@ class Table:
 
     def __str__(self) -> str:
         text = f"{self.title}:\n\n{markdown(self.head, self.rows)}"
-        if self.has_ties:
+        if any(WITHIN_SPREAD in row for row in self.rows):
             text += f"\n`{WITHIN_SPREAD}`: {TIE}.\n"
         for note, names in group_by(self.notes, lambda name: self.notes[name]).items():
             text += f"\n{', '.join(f'`{name}`' for name in names)}: {note}\n"

@@ -115,7 +115,7 @@ FUSED_FLAGS = "-Xcompiler=-fexpensive-optimizations,-ffp-contract=fast" + ",-mfm
 )
 
 
-def fused(name: str, folder: Path) -> BackendSpec:
+def fused(name: str) -> BackendSpec:
     """Return a version that g++ builds with multiplications and additions fused, as nvcc does.
 
     If a product is rounded in one place but not in another, differences that should be 0 are not.
@@ -127,5 +127,4 @@ def fused(name: str, folder: Path) -> BackendSpec:
     assert count == 1
     # At -Og nothing is fused.
     text = text.replace("#include", '#pragma GCC optimize("O1")\n#include', 1)
-    (folder / file.name).write_text(text)
-    return spec_of(header.parse_header(folder / file.name, "fused_"))
+    return ladder.resolve(str(version_file(file.name, text)))

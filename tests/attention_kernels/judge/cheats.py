@@ -121,18 +121,6 @@ def returns_v_itself(q, k, v, scale, causal):
     return v if q.shape[1] == 1 else right(q, k, v, scale, causal)
 
 
-@cheat("strides|contiguous")
-def is_not_contiguous(q, k, v, scale, causal):
-    """Its output has another layout."""
-    return right(q, k, v, scale, causal).transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@cheat("float64")
-def returns_another_dtype(q, k, v, scale, causal):
-    """Its output has another dtype."""
-    return right(q, k, v, scale, causal).double()
-
-
 @cheat("it returned Lazy instead of", by="clock")
 def is_lazy(q, k, v, scale, causal):
     """Its output could compute its numbers when somebody looks at them."""
@@ -339,10 +327,9 @@ def works_in_tf32(q, k, v, scale, causal):
 @cheat("error")
 def rounds_the_weights_of_long_calls_to_half(q, k, v, scale, causal):
     """Its weights are rounded to a coarser precision, for large shapes only."""
-    is_long = q.shape[1] > 64
-    return weighted(
-        q, k, v, scale, causal, lambda x: x.exp().half().float() if is_long else x.exp()
-    )
+    if q.shape[1] <= 64:
+        return right(q, k, v, scale, causal)
+    return weighted(q, k, v, scale, causal, lambda x: below(x).exp().half().float())
 
 
 @cheat("not finite")

@@ -13,7 +13,6 @@ from attention_kernels.judge.truth import (
     Verdict,
     error_budget,
     naive_attention,
-    reference_attention,
     truth,
 )
 from tests.attention_kernels.judge.honest import HONEST, truncated
@@ -26,7 +25,7 @@ def judge(o, q, k, v, *arguments, precision="ieee-fp32"):
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_reference_equals_the_definition_written_out(is_causal):
     q, k, v = (torch.randn(2, 5, 2, 3, dtype=torch.float64) for _ in range(3))
-    out = reference_attention(q, k, v, 0.7, is_causal)
+    out = truth(q, k, v, 0.7, is_causal).reference
     for b in range(2):
         for h in range(2):
             for i in range(5):
@@ -170,7 +169,7 @@ def test_a_row_or_a_column_of_a_few_numbers_is_not_judged():
 
 def test_a_failure_says_where_it_is():
     q, k, v = Case(64, 32, batch=2, num_heads=3).inputs("cpu")
-    reference = reference_attention(q, k, v)
+    reference = truth(q, k, v).reference
     good = reference.float()
     assert judge(good, q, k, v).where == ""
     wrong = good.clone()
@@ -220,7 +219,7 @@ def test_the_relative_error_is_of_what_is_not_next_to_zero():
     q, k, v = Case(9, 32).inputs("cpu")
     v[:, :, :, 0] = 1e-6
     v[:, :, :, 1] = 2.0
-    out = reference_attention(q, k, v).float()
+    out = truth(q, k, v).reference.float()
     out[0, 3, 0, 0] += 1e-4  # a hundred times its value, which is below RELATIVE_FROM
     out[0, 5, 1, 1] += 0.5
     assert judge(out, q, k, v).relative_error == pytest.approx(0.25, rel=1e-4)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpt2_infer.bench.profile import METRICS, combined, known_counters, parse_csv
+from gpt2_infer.bench.profile import METRICS, _ncu, combined, parse_csv
 from gpt2_infer.errors import RequestError
 
 HEAD = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
@@ -42,4 +42,4 @@ def test_the_csv_of_several_launches_becomes_one_row_per_version(capsys):
 def test_a_missing_profiler_is_one_sentence(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RequestError, match=r"ncu \(Nsight Compute\) is not on PATH"):
-        known_counters()
+        _ncu("--version")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
-from attention_kernels import ladder, register
-from attention_kernels.contract import Kernels
+from attention_kernels import ladder
+from attention_kernels.judge import suite
 from attention_kernels.judge.suite import Report, verify
 from attention_kernels.judge.truth import naive_attention
+from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder import compilers, header
+from gpt2_infer.bench.verdict import Findings
+from gpt2_infer.cli.verify import text
 from tests.attention_kernels.judge.test_suite import shorten
+from tests.gpt2_infer.bench.common import add
 from tests.gpt2_infer.cli.program import ROOT, run
 
 NEGATIVE = ROOT / "tests" / "attention_kernels" / "negative"
@@ -46,50 +51,23 @@ def everything_passes(monkeypatch):
     monkeypatch.setattr("attention_kernels.judge.suite.verify", passes)
 
 
-@pytest.fixture
-def mine(clean_registry):
-    """mine(kernel): register it as MINE, in this process alone."""
-
-    def mine(kernel, **more):
-        fields = {"family": "test", "summary": "A backend of a test.", "head_dims": (32,), **more}
-        precisions = {"float32": "ieee-fp32"}
-        register(name="MINE", precisions=precisions, **fields)(lambda: Kernels(kernel))
-
-    return mine
-
-
 def broken(folder, old, new, name="v08_broken.cu"):
     """A copy of a right version with one place in it replaced."""
-    text = RIGHT.read_text()
-    assert text.count(old) == 1
-    (folder / name).write_text(text.replace(old, new))
+    source = RIGHT.read_text()
+    assert source.count(old) == 1
+    (folder / name).write_text(source.replace(old, new))
     return folder / name
 
 
-def test_fewer_shapes_are_tried_where_each_is_compiled(capsys, mine, monkeypatch):
+def test_fewer_shapes_are_tried_where_each_is_compiled(clean_registry):
     """And the verdict says so."""
-
-    def some(cases):
-        return [case for i, case in enumerate(cases) if i < 60 or case.kind == "zero rows"]
-
-    shorten(monkeypatch, some)
-    tried = set()
-
-    def attention(q, k, v, softmax_scale, is_causal):
-        tried.add((*q.shape, is_causal))
-        return naive_attention(q, k, v, softmax_scale, is_causal)
-
-    mine(attention, compiles_per_shape_on=("cpu",))
-    seed = "556012288"  # it draws one token for rows of zeros
-    status, out, _ = verified(capsys, "mine", "--no-timing", "--seed", seed)
-    assert status == 0
-    assert len(tried) < 12
-    assert "only 4 shapes of each dtype were tried in the cases" in out
-    assert re.match(rf"MINE on cpu: \d+ checks, [\d,]+ calls in one process, seed {seed}\n", out)
-    rules = r"(    (error |by row|by column) .*budget.*\n){2,3}"
-    rule = r"  a budget is 2 times the distance of plain PyTorch from float64, or "
-    assert re.search(rf"  worst: .* seed {seed}\n{rules}{rule}", out)
-    assert out.endswith("PASSED\n")
+    spec = add("TUNED", naive_attention, compiles_per_shape_on=("cpu",), head_dims=(32,))
+    tried = suite.cases_for(Runner(spec, "cpu"), [torch.float32], seed=0)
+    assert len({(case.seqlen, case.batch, case.num_heads, case.is_causal) for case in tried}) < 12
+    report = Report(spec, "cpu", total=1, has_attention=True)
+    assert "only 4 shapes of each dtype were tried in the cases" in text(
+        Findings(report, sanitized=False, quick=False, failures=[])
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,20 +161,27 @@ def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, in_this_proce
     monkeypatch.setattr(compilers, "find_nvcc", lambda: None)
     _, include, code = RIGHT.read_text().partition("#include")  # without its header
     (tmp_path / "mine (1).cu").write_text(include + code)
-    status, out, _ = verified(capsys, tmp_path / "mine (1).cu")
+    status, out, _ = verified(capsys, tmp_path / "mine (1).cu", "--seed", "5")
     assert status == 0
-    assert out.startswith("MINE (1) on cpu, emulated: ")
+    calls = r"\d+ checks, [\d,]+ calls in one process, seed 5\n"
+    assert re.match(rf"MINE \(1\) on cpu, emulated: {calls}", out)
+    rules = r"(    (error |by row|by column) .*budget.*\n){2,3}"
+    rule = r"  a budget is 2 times the distance of plain PyTorch from float64, or "
+    assert re.search(rf"  worst: .* seed 5\n{rules}{rule}", out)
     assert "  nvcc not found: its flags were not tried\n" in out
     assert "no timing: it ran in the CPU emulator" in out
+    assert out.endswith("PASSED\n")
 
 
 @pytest.mark.usefixtures("busy_machine", "everything_passes")
-def test_the_timing_names_the_baseline_and_a_kernel_that_fails_there_has_not_passed(capsys, mine):
+def test_the_timing_names_the_baseline_and_a_kernel_that_fails_there_has_not_passed(
+    capsys, clean_registry
+):
     def attention(q, k, v, softmax_scale, is_causal):
         o = naive_attention(q, k, v, softmax_scale, is_causal)
         return o + 1 if q.shape[1] == 256 else o
 
-    mine(attention)
+    add("MINE", attention, head_dims=(32,))
     assert verified(capsys, "MINE", "--no-timing")[0] == 0
     status, out, _ = verified(capsys, "MINE")
     assert status == 1

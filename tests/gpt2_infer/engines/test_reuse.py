@@ -140,7 +140,9 @@ def test_neither_models_nor_engines_outlive_their_use(captured):
     call(model)
     call(model, mode="kv-cache", engine="fused")
     alive += [weakref.ref(engine) for engine in waiting(model)]
-    alive += [weakref.ref(one) for one in model.prepared._shared.values()]
+    (packed,) = model.prepared._shared.values()
+    alive += map(weakref.ref, packed)
+    del packed
     model.release()
     gc.collect()
     assert {one() for one in alive} == {None}

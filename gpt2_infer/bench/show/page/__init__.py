@@ -32,10 +32,6 @@ def render(
     verdicts: Mapping[str, Report | str],
 ) -> str:
     """Return the HTML page; predictions and verdicts, or the reasons against them, by version."""
-    short = [kernel.version.name for kernel in kernels]
-    labels = {
-        k.name: k.name if short.count(k.version.name) > 1 else k.version.name for k in kernels
-    }
     text = {name: _text(f"page.{name}") for name in ("css", "js")}
     environment = Environment(
         loader=PackageLoader(__name__, ""),
@@ -53,7 +49,6 @@ def render(
         shape=shape,
         kernels=kernels,
         predictions=predictions,
-        labels=labels,
         verdicts=verdicts,
         most_failures=SHOWN_FAILURES,
         counters=source.COUNTERS,
