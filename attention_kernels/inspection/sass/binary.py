@@ -17,7 +17,6 @@ from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 
 _EM_CUDA = 190  # the machine in the ELF header of a cubin
-_MAX_NAMES = 10  # kernels listed in a message
 # A buffer in the arguments: the bits of an element, and the number of elements.
 _BUFFER = re.compile(r"(?:i|u|f|bf)(8|16|32|64)\[(\d+)\]")
 # Buffers start at 8, 9, ... terabytes, so that they are told apart; those below are the ladders'.
@@ -43,8 +42,8 @@ def read(
     else:
         reason = "it is neither CUDA source, *.cu, nor a cubin; `cuobjdump -xelf all` extracts"
         raise BinaryError(path.name, f"{reason} the cubins of a library")
-    program = decode.read_cubin(cubin, path, path.stem, gpu)
-    symbol = choose(kernel, [*program.code], path.name)
+    program = decode.read_cubin(cubin, path, path.stem, gpu, kernel=kernel)
+    (symbol,) = program.code
     elf = compilers.output_of([find_disassembler("cuobjdump"), "-elf", "-fun", symbol, str(cubin)])
     packed, size = pack(arguments, parameters_of(symbol, elf), path.name)
     return program, symbol, packed, size
@@ -56,17 +55,6 @@ def _compile(path: Path, arch: str, cubin: Path) -> None:
         raise BuildError(f"needs nvcc to compile {path.name}")
     flags = [f"-arch=sm_{arch}", "-std=c++17", "-O3", "-lineinfo", "-cubin"]
     compilers.output_of([str(nvcc), *flags, str(path), "-o", str(cubin)])
-
-
-def choose(kernel: str, symbols: Sequence[str], name: str) -> str:
-    """Return the only symbol that is, or contains, the given text; raises BinaryError."""
-    matching = [symbol for symbol in symbols if kernel in symbol]
-    if kernel in matching or len(matching) == 1:
-        return kernel if kernel in matching else matching[0]
-    what = "several kernels match" if matching else "it has no kernel named"
-    names = matching or symbols
-    listed = ", ".join(names[:_MAX_NAMES]) + ", ..." * (len(names) > _MAX_NAMES)
-    raise BinaryError(name, f"{what} {kernel} (it has: {listed or 'none'})")
 
 
 def parameters_of(symbol: str, elf: str) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,9 @@ _LINE = re.compile(
 )
 _WRITES_NO_REGISTER = re.compile(r"ST|RED|BRA|BAR|EXIT|[IF]SETP|R2P|LDGSTS")
 _SIZES = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
+
+
+_MAX_NAMES = 10  # kernels listed in a message
 
 
 class SassError(AttentionError, RuntimeError):
@@ -135,24 +139,42 @@ class Program:
 
 
 def read_cubin(
-    cubin: Path, path: Path, label: str, gpu: GpuModel, *, heads_first: bool = False
+    cubin: Path,
+    path: Path,
+    label: str,
+    gpu: GpuModel,
+    *,
+    kernel: str = "",
+    heads_first: bool = False,
 ) -> Program:
-    """Read all kernels of a cubin made from the file `path`.
+    """Read the kernels of a cubin made from the file `path`, or the one that choose() returns.
 
     Raises BinaryError if its code is for other GPUs, and BuildError if cuobjdump fails.
     """
     cuobjdump = find_disassembler("cuobjdump")
-    listed = compilers.output_of([cuobjdump, "-sass", str(cubin)])
+    usage = compilers.output_of([cuobjdump, "-res-usage", str(cubin)])
+    found = re.findall(r"Function (\S+):\s+REG:(\d+).*?SHARED:(\d+)", usage)
+    reserved = reserved_first(gpu.arch)
+    needs = {name: (int(count), max(0, int(size) - reserved)) for name, count, size in found}
+    only = ["-fun", choose(kernel, [*needs], path.name)] if kernel else []
+    listed = compilers.output_of([cuobjdump, "-sass", *only, str(cubin)])
     arch = re.search(r"code for sm_(\d+)", listed)
     # A GPU runs code for its own major compute capability up to its own.
     if arch and (arch[1][:-1] != gpu.arch[:-1] or int(arch[1]) > int(gpu.arch)):
         reason = f"its machine code is for sm_{arch[1]}, and {gpu.name} is sm_{gpu.arch}"
         raise BinaryError(path.name, reason)
-    usage = compilers.output_of([cuobjdump, "-res-usage", str(cubin)])
-    found = re.findall(r"Function (\S+):\s+REG:(\d+).*?SHARED:(\d+)", usage)
-    reserved = reserved_first(gpu.arch)
-    needs = {name: (int(count), max(0, int(size) - reserved)) for name, count, size in found}
     return Program(path, label, gpu, parse(listed), needs, heads_first)
+
+
+def choose(kernel: str, symbols: Sequence[str], name: str) -> str:
+    """Return the only symbol that is, or contains, the given text; raises BinaryError."""
+    matching = [symbol for symbol in symbols if kernel in symbol]
+    if kernel in matching or len(matching) == 1:
+        return kernel if kernel in matching else matching[0]
+    what = "several kernels match" if matching else "it has no kernel named"
+    names = matching or symbols
+    listed = ", ".join(names[:_MAX_NAMES]) + ", ..." * (len(names) > _MAX_NAMES)
+    raise BinaryError(name, f"{what} {kernel} (it has: {listed or 'none'})")
 
 
 def find_disassembler(program: str) -> str:

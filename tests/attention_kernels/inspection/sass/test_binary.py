@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from attention_kernels.inspection.sass import binary
+from attention_kernels.inspection.sass import binary, decode
 from attention_kernels.inspection.sass.decode import BinaryError
 from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.inspection.sass.predict import predict_kernel
@@ -60,12 +60,12 @@ def test_arguments_that_do_not_fit_are_refused(texts, words):
 
 def test_a_part_of_a_name_stands_for_the_one_kernel_that_has_it():
     names = ["_Z4copyILi1EEvv", "_Z4copyILi32EEvv", "scale"]
-    assert binary.choose("Li32E", names, "f") == names[1]
-    assert binary.choose("scale", [*names, "rescale"], "f") == "scale"
+    assert decode.choose("Li32E", names, "f") == names[1]
+    assert decode.choose("scale", [*names, "rescale"], "f") == "scale"
     with pytest.raises(BinaryError, match=r"several kernels match copy .*Li1EEvv, _Z4copyILi32"):
-        binary.choose("copy", names, "f")
+        decode.choose("copy", names, "f")
     with pytest.raises(BinaryError, match=r"no kernel named move .*copyILi1EEvv.*scale"):
-        binary.choose("move", names, "f")
+        decode.choose("move", names, "f")
 
 
 @pytest.mark.slow
