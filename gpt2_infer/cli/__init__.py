@@ -115,7 +115,9 @@ def _explain(error: Exception) -> int:
 
     status = console.EXIT_BAD_INPUT
     if isinstance(error, cyclopts.CycloptsError):
-        message = console.shorten(str(error))
+        message = str(error)
+        if len(message) > 200:  # it quotes a long word
+            message = f"{message[:100]} ... {message[-100:]}"
     elif known := console.message_of(error):
         hint = "; --debug shows the traceback" if isinstance(error, KernelError) else ""
         message = known + hint
