@@ -68,7 +68,7 @@ class Ended:
 
     @property
     def output(self) -> str:
-        """What it printed to standard output, then what it printed to standard error."""
+        """Its standard output, followed by its standard error."""
         return self.out + self.err
 
 

@@ -99,10 +99,10 @@ class _Part:
 class _Mask:
     """A stand-in for the mask that models pass on to _attention(); any other use of it fails.
 
-    parts: the calls that compute the batch, if one of everything does not; lengths: the numbers of
-    queries and keys that the parts are of. None instead of this object would be wrong: a model that
-    computes attention itself (Bloom, CodeGen) would treat it as no mask. Each backend gets a
-    subclass with its name.
+    parts: the calls that compute the batch, or None if a single call computes all of it. lengths:
+    the numbers of queries and keys that the parts refer to. None instead of this object would be
+    wrong: a model that computes attention itself (Bloom, CodeGen) would treat it as no mask. Each
+    backend gets a subclass with its name.
     """
 
     # For a static cache, generate() asks for the mask, and the model passes it to _mask() again.
@@ -143,11 +143,11 @@ def _mask(
     attention_mask: Tensor | _Mask | None = None,
     **arguments: Any,
 ) -> _Mask:
-    """Return the mask's parts; raise UnsupportedError if it is not made of causal ones.
+    """Return the mask as parts; raise UnsupportedError if causal calls cannot compute it.
 
-    attention_mask: bool (batch, keys), False for padding, or what an earlier call returned. It is
-    read, which waits for the device, in each forward pass but not in each layer. arguments: the
-    others of sdpa_mask().
+    attention_mask: bool (batch, keys), False for padding, or the result of an earlier call. Reading
+    it waits for the device, once in each forward pass and not in each layer. arguments: the other
+    arguments of sdpa_mask().
     """
     if isinstance(attention_mask, _Mask):
         return attention_mask
@@ -239,7 +239,8 @@ def _attention(
 
     query is (batch, num_heads, seqlen, head_dim), key and value may have fewer heads; the output is
     (batch, seqlen, num_heads, head_dim). is_causal: None to use the module's, as in transformers'
-    sdpa; parts of a mask are causal, and the mask knows of the sliding window.
+    sdpa; the parts of a mask are causal. sliding_window: checked here only without parts, because
+    _mask() has looked at everything that a query sees.
     """
     mask = attention_mask if isinstance(attention_mask, _Mask) else _Mask()
     parts, seqlen_q, seqlen_k = mask.parts, query.shape[2], key.shape[2]

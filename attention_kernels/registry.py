@@ -164,7 +164,7 @@ class BackendSpec(Description):
     def refusals(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, decode: bool = False
     ) -> list[str]:
-        """Return every reason to refuse this call, with what is supported; loads the backend.
+        """Return every reason to refuse this call, with the supported values; loads the backend.
 
         decode: k and v are caches; the kernel itself may still refuse them.
         """
@@ -410,7 +410,7 @@ def registered(name: str) -> BackendSpec | None:
 
 
 def shipped() -> list[BackendSpec]:
-    """Return what is registered without importing any plug-in."""
+    """Return the backends that are registered without importing any plug-in."""
     importlib.import_module("attention_kernels.backends")
     return [*_specs.values()]
 
@@ -427,7 +427,7 @@ def _key(name: str) -> str:
 
 
 def device_for(spec: BackendSpec, wanted: str | None = None) -> str:
-    """Return the device that is wanted; without one, "cuda" if a backend runs there, else "cpu"."""
+    """Return the wanted device or, without one, "cuda" if a backend runs there, else "cpu"."""
     return wanted or ("cpu" if spec.unavailable_reason("cuda") else "cuda")
 
 
@@ -466,7 +466,7 @@ def default_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 MANY_HEADS = 1024
-"""Rows times heads from which one warp per head reads a cache fastest."""
+"""The number of rows times heads from which on one warp per head reads a cache fastest."""
 
 
 def default_decode_backend(

@@ -1,9 +1,9 @@
 """The inputs that a backend is tested on, those that try the most for their cost first.
 
 Most cases are drawn: shapes, values, scales and layouts jointly, from a seed that every case
-prints. Of many that are drawn, those are taken that try something new: a length, a number of heads,
-a batch size, or two or three values that no case has had together. Fixed
-cases are added: values where rounding shows, values of any size, and GPT-2's own shapes.
+prints. Of many drawn cases, those that try something new are taken: a length, a number of heads, a
+batch size, or two or three values that no case has had together. Fixed cases are added: values
+where rounding shows, values of any size, and GPT-2's own shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time many prompts: our continuous batching, and transformers in padded batches."""
+"""Time many prompts: continuous batching, and transformers in padded and continuous batches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from gpt2_infer.request import Request
 
 PROMPT_TOKENS = (4, 60)
 BATCHES = 16  # batches per contender, unless there are fewer prompts
+CACHE_SHARE = 0.25  # of the free memory, for the cache of generate_batch
 Texts = dict[int, list[int]]
 """Tokens by the index of their prompt."""
 
@@ -28,8 +29,11 @@ class Batches(Subject[BatchCell]):
     """Times greedy texts of random prompts by batch size; only the demo model has real weights.
 
     A sample is the seconds of a whole call; `generation` excludes its set-up. A small batch gets an
-    evenly spaced sample of the prompts.
+    evenly spaced sample of the prompts. Some rows are also completed in another order, to count
+    those that are bit for bit equal.
     """
+
+    has_energy = True
 
     def __init__(self, study: BatchStudy) -> None:
         self.study, self.rounds = study, study.rounds
@@ -64,9 +68,11 @@ class Batches(Subject[BatchCell]):
         for batch in study.batch_sizes:
             complete = functools.partial(_ours, Continuous(model, batch=batch))
             yield contender(f"batch {batch}", "gpt2-infer", batch, complete)
-        for batch in study.peer_batch_sizes:
-            complete = functools.partial(_transformers, models.reference_of(model))
-            yield contender(f"transformers, padded, {batch}", "transformers", batch, complete)
+        peers = [("padded", size, _padded) for size in study.peer_batch_sizes]
+        peers += [("generate_batch", size, _generate_batch) for size in study.generate_batch_sizes]
+        for name, batch, run in peers:
+            complete = functools.partial(run, models.reference_of(model))
+            yield contender(f"transformers, {name}, {batch}", "transformers", batch, complete)
 
 
 def _ours(
@@ -86,7 +92,15 @@ def _ours(
         )
         for index, prompt in prompts.items()
     ]
+    first = None
+    if "same_rows" not in row.extra:
+        some = requests[:: max(2, len(requests) // engine.batch)]
+        random.Random(1).shuffle(some)
+        first = dict(engine.run(some))
     done, seconds = models.timed(engine.model.device, lambda: dict(engine.run(requests)))
+    if first is not None:
+        same = sum(done[index] == text for index, text in first.items())
+        row.extra["same_rows"] = same / len(first)
     for index, one in done.items():
         if isinstance(one, str):
             raise RejectedError(one)
@@ -94,7 +108,7 @@ def _ours(
     return {"time": seconds, "generation": seconds - engine.set_up_s}
 
 
-def _transformers(
+def _padded(
     reference: Any, prompts: Texts, new_tokens: int, row: Row, expected: Texts
 ) -> dict[str, float]:
     batch, device = row.extra["batch"], reference.device
@@ -112,6 +126,48 @@ def _transformers(
             done.update(zip(indices, tokens, strict=True))
 
     _, seconds = models.timed(device, run)
+    _compare(done, row, expected)
+    return {"time": seconds}
+
+
+def _generate_batch(
+    reference: Any, prompts: Texts, new_tokens: int, row: Row, expected: Texts
+) -> dict[str, float]:
+    """Time transformers' continuous batching; its warm-up is not part of the timed rounds.
+
+    Raises RejectedError with one sentence if it cannot run.
+    """
+    from transformers import GenerationConfig
+
+    def run() -> Any:
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        return reference.generate_batch(
+            inputs=[*prompts.values()],
+            generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False),
+            continuous_batching_config=ContinuousBatchingConfig(
+                max_requests_per_batch=row.extra["batch"], max_memory_percent=CACHE_SHARE
+            ),
+            progress_bar=False,
+            persistent_manager=True,
+        )
+
+    try:
+        found, seconds = models.timed(reference.device, run)
+    except Exception as error:
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RejectedError(f"generate_batch cannot run here: {text}") from error
+    texts = [one.generated_tokens for one in found.values()]
+    complete = sum(len(text) == new_tokens for text in texts)
+    if complete < len(prompts):
+        errors = {one.error.splitlines()[0] for one in found.values() if one.error}
+        why = f": {min(errors)}" if errors else ""
+        raise RejectedError(f"generate_batch completed {complete} of {len(prompts)} prompts{why}")
+    _compare(dict(zip(prompts, texts, strict=True)), row, expected)
+    return {"time": seconds}
+
+
+def _compare(done: Texts, row: Row, expected: Texts) -> None:
+    """Record the share of texts that equal ours."""
     if ours := [expected[index] == text for index, text in done.items() if index in expected]:
         row.extra["same_rows"] = sum(ours) / len(ours)
-    return {"time": seconds}

@@ -1,4 +1,4 @@
-"""Compare our engines with transformers on whole texts, in one run."""
+"""Compare our engines with transformers and the gpt-fast recipe on whole texts, in one run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from gpt2_infer.bench import models
 from gpt2_infer.bench.limits import read_bandwidth
@@ -16,7 +18,7 @@ from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subjec
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
-from gpt2_infer.model import GPT2
+from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
@@ -35,6 +37,7 @@ class Decoding(Subject[DecodeCell]):
     """
 
     warm_up = 0  # contenders() has already run each one twice
+    has_energy = True
 
     def __init__(self, study: DecodeStudy) -> None:
         self.study, self.rounds = study, study.rounds
@@ -43,6 +46,8 @@ class Decoding(Subject[DecodeCell]):
         self._load = models.loader(random_weights=is_random, device=self.device)
         cache = "static cache, compiled" if self.device == "cuda" else "dynamic cache"
         self._peer = f"transformers, {cache if study.mode == 'kv-cache' else 'no cache'}"
+        if study.new_tokens == [1]:
+            self._peer = "transformers"
         self.facts = {"baseline": self._peer} if study.peers else {}
         self.cells = [
             DecodeCell(name, dtype, batch, study.prompt_tokens, count, study.mode)
@@ -92,9 +97,13 @@ class Decoding(Subject[DecodeCell]):
             row = Row(contender=name, metric="time", unit="s", extra=extra)
             yield row, functools.partial(_ours, ours, cell, engine)
         if self.study.peers:
-            extra = {"program": "transformers"}
-            row = Row(contender=self._peer, metric="time", unit="s", extra=extra)
-            yield row, _transformers(model, cell)
+            peer = _transformers_prompt if cell.new_tokens == 1 else _transformers
+            peers = [(self._peer, "transformers", peer)]
+            if cell.mode == "kv-cache" and cell.new_tokens > 1 and self.device == "cuda":
+                peers.append(("gpt-fast recipe", "recipe", _recipe))
+            for name, program, peer in peers:
+                row = Row(contender=name, metric="time", unit="s", extra={"program": program})
+                yield row, peer(model, cell)
 
 
 def _sample(run: Callable[[], Text], expected: list[list[int]] | None) -> Mapping[str, float]:
@@ -129,18 +138,82 @@ def _ours(model: GPT2, cell: DecodeCell, engine: EngineName) -> Text:
     return done.tokens, {"time": done.generation_s, "call": seconds}
 
 
+def _whole_calls(model: GPT2, call: Callable[[], Tensor]) -> Callable[[], Text]:
+    """Return a peer's run; call() returns its new tokens."""
+
+    def run() -> Text:
+        tokens, seconds = models.timed(model.device, lambda: call().tolist())
+        return tokens, {"time": seconds}
+
+    return run
+
+
 def _transformers(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
-    """Return the function that generates the text with transformers."""
     reference = models.reference_of(model)
     ids = torch.tensor(_prompts(model, cell), device=model.device)
     how: dict[str, Any] = {"use_cache": cell.mode == "kv-cache"}
     if how["use_cache"] and model.device.type == "cuda":
         how["cache_implementation"] = "static"  # makes transformers compile, too
 
-    def run() -> Text:
-        tokens, seconds = models.timed(
-            model.device, lambda: models.generated(reference, ids, cell.new_tokens, **how).tolist()
-        )
-        return tokens, {"time": seconds}
+    return _whole_calls(
+        model, functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
+    )
 
-    return run
+
+def _transformers_prompt(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
+    """Return transformers' forward pass, with the logits of the last position."""
+    reference = models.reference_of(model)
+    ids = torch.tensor(_prompts(model, cell), device=model.device)
+
+    @torch.inference_mode()
+    def forward() -> Tensor:
+        logits: Tensor = reference(ids, logits_to_keep=1).logits
+        return logits.argmax(-1)
+
+    return _whole_calls(model, forward)
+
+
+def _recipe(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
+    """Return gpt-fast's recipe: a static cache, and one compiled step that a CUDA graph replays."""
+    config = model.config
+    capacity = cell.prompt_tokens + cell.new_tokens
+    cache = KVCache.allocate(model, cell.batch, capacity)
+    # Otherwise torch.compile treats the cache as a mutated input and captures no graph.
+    torch._dynamo.mark_static_address(cache.kv)
+    places = torch.arange(capacity, device=model.device)
+
+    def step(token: Tensor, position: Tensor) -> Tensor:
+        mask = (places <= position)[None, None, None]
+        x = F.embedding(token, model.wte.weight) + F.embedding(position, model.wpe.weight)
+        shape = (cell.batch, 1, 3, config.n_head, config.head_dim)
+        for layer, block in enumerate(model.blocks()):
+            weights = block.attn.c_attn
+            qkv = torch.addmm(weights.bias, block.ln_1(x), weights.weight).view(shape)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            cache.kv[layer, 0].index_copy_(2, position, k)
+            cache.kv[layer, 1].index_copy_(2, position, v)
+            k, v = cache.kv[layer].unbind()
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            proj, fc, out = block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+            x = x + torch.addmm(proj.bias, o.reshape(x.shape), proj.weight)
+            hidden = torch.addmm(fc.bias, block.ln_2(x), fc.weight)
+            x = x + torch.addmm(out.bias, F.gelu(hidden, approximate="tanh"), out.weight)
+        return F.linear(model.ln_f(x), model.wte.weight).argmax(-1)
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    prompt = torch.tensor(_prompts(model, cell), device=model.device)
+    tokens = torch.zeros(cell.batch, cell.new_tokens, dtype=torch.long, device=model.device)
+
+    @torch.inference_mode()
+    def write() -> Tensor:
+        token = model(prompt, cache=cache)[:, 0].argmax(-1)
+        position = torch.tensor([cell.prompt_tokens], device=model.device)
+        tokens[:, 0] = token
+        for index in range(1, cell.new_tokens):
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            token = compiled(token, position).clone()
+            tokens[:, index] = token
+            position += 1
+        return tokens
+
+    return _whole_calls(model, write)

@@ -55,9 +55,10 @@ class Likely(NamedTuple):
 
 
 def likely(files: Sequence[File], needs_us: Mapping[str, float]) -> Likely | None:
-    """Return the range of 8 in 10 measured times of kernels like one that needs these times.
+    """Return the range of 8 in 10 measured times over the predicted times, of similar kernels.
 
-    files: results, predictions as well as timings. Returns None if fewer than ten of them match.
+    needs_us: of the kernel, by resource. files: results, predictions as well as timings. Returns
+    None if fewer than ten of them match.
     """
     by_name = {gpu.name: gpu for gpu in gpus().values()}
     kind, ratios = _kind(needs_us), []

@@ -169,6 +169,8 @@ class BatchStudy(Study, kw_only=True, tag="batch"):
     new_tokens: AtLeastOne = 64
     peer_batch_sizes: list[AtLeastOne] = []
     """Batch sizes of transformers, whose batches are sorted by length and padded on the left."""
+    generate_batch_sizes: list[AtLeastOne] = []
+    """Batch sizes of transformers' continuous batching, generate_batch(), which needs CUDA."""
     rounds: Rounds = 2
 
 
@@ -232,6 +234,8 @@ class Subject(Generic[Cell]):
     rounds: int = 1
     warm_up: int = 1
     """Initial rounds whose samples are dropped."""
+    has_energy: bool = False
+    """Whether the energy of a sample is measured, too, after the timed rounds."""
     device: str = "cpu"
     specs: Sequence[BackendSpec] = ()
     """The backends; their kernels are built before anything is measured."""
@@ -312,11 +316,6 @@ def interleave(
                 else:
                     if index >= 0:
                         contender.taken.append(figures)
-    for contender in contenders:
-        contender.sample = None  # release captured graphs before the rechecks
-    for contender in contenders:
-        if contender.taken and contender.row.status == "ok":
-            _note(contender)
 
 
 def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
@@ -342,10 +341,31 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
         warm_up=subject.warm_up,
         on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
     )
+    if subject.has_energy:
+        _measure_energy(contenders, subject.device, bar)
+    for contender in contenders:
+        contender.sample = None  # release captured graphs before the rechecks
+    for contender in contenders:
+        if contender.taken and contender.row.status == "ok":
+            _note(contender)
     rows = [row for contender in contenders for row in (contender.row, *contender.beside)]
     for row in rows:
         row.cell = msgspec.to_builtins(cell)
     return rows
+
+
+def _measure_energy(contenders: Sequence[Contender], device: str, bar: tqdm[Any]) -> None:
+    from gpt2_infer.bench import energy
+
+    bar.set_postfix_str("energy")
+    for contender in contenders:
+        if contender.sample and contender.row.status == "ok":
+            try:
+                row = energy.measure(contender.row.contender, contender.sample, device)
+            except RejectedError as error:
+                contender.reject(error)
+            else:
+                contender.beside.append(row)
 
 
 def _note(contender: Contender) -> None:

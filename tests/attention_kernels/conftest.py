@@ -47,14 +47,6 @@ def probe() -> Callable[..., str]:
     return call
 
 
-@pytest.fixture
-def hopper() -> str:
-    """Return the device, or skip the test."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    return "cuda"
-
-
 def faulty_op(file: Path, build: str) -> Callable[..., None]:
     """Return the emulated op of a file in negative/; build: "races" or, without that check, ""."""
     version = header.parse_header(file, "negative_")

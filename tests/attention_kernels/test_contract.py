@@ -38,14 +38,11 @@ def test_broken_arguments_are_all_named(change, words, backend):
     ("change", "words"),
     [
         ({"q": torch.randn(2, 2, 3, 8)}, "must be one token per row and two caches that fit, not"),
-        ({"q": torch.randn(2, 1, 4, 8)}, "(2, 1, 4, 8), (2, 5, 3, 8), (2, 5, 3, 8)"),
         ({"k_cache": GOOD[:1], "v_cache": GOOD[:1]}, "(2, 1, 3, 8), (1, 5, 3, 8), (1, 5, 3, 8)"),
         ({"v_cache": GOOD[:, :4]}, "(2, 1, 3, 8), (2, 5, 3, 8), (2, 4, 3, 8)"),
         ({"q": torch.randn(2, 3, 8)}, "q must be (batch"),
-        ({"k_cache": GOOD.double()}, "must have the same dtype"),
         ({"v_cache": STRIDED}, "the last stride of v_cache must be 1, not 3"),
         ({"seqlens": [1, 5]}, "seqlens must be a torch.Tensor, not list"),
-        ({"seqlens": torch.tensor([1, 2])}, "must be int32 (2,) on cpu, not int64 (2,) on cpu"),
         ({"seqlens": torch.tensor([1]).int()}, "must be int32 (2,) on cpu, not int32 (1,) on cpu"),
         ({"seqlens": torch.tensor([1, 5]).int().to("meta")}, "not int32 (2,) on meta"),
         ({"seqlens": torch.tensor([0, 5]).int()}, "seqlens must be between 1 and 5, not [0, 5]"),
@@ -61,14 +58,10 @@ def test_broken_decode_arguments_are_named(change, words):
     assert words in str(caught.value)
 
 
-def test_a_backend_that_declares_it_takes_fewer_key_heads():
+def test_fewer_key_heads_must_divide_the_query_heads_and_suit_the_backend():
     q, k, v = torch.randn(2, 5, 6, 32), *torch.randn(2, 2, 5, 2, 32)
-    repeated = [x.repeat_interleave(3, dim=2) for x in (k, v)]
-    for name in ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION"):
-        o = attention(q, k, v, backend=name)
-        torch.testing.assert_close(o, attention(q, *repeated, backend=name), rtol=0, atol=1e-6)
     with pytest.raises(ArgumentError, match="q, k, v must have the same shape"):
-        attention(q[:, :, :5], k, v)
+        attention(q[:, :, :5], k, v, backend="NAIVE_PYTORCH")
     with pytest.raises(UnsupportedError, match=r"2 key heads for 6 query heads \(it takes as many"):
         attention(q, k, v, backend="NUMPY_BASIC")
     assert get_backend("NUMPY_BASIC").refusals(q, k, v)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
-from attention_kernels.contract import dtype_name
 from attention_kernels.judge.cases import EDGES
 from attention_kernels.judge.suite import Case, DecodeCase, cases_for, run_case
 from attention_kernels.judge.worker import Runner
@@ -23,7 +22,6 @@ from tests.attention_kernels.backends.common import FP32, OLDER, QUICK, STRIDED_
 
 SPECS = [spec for spec in list_backends() if spec.chooses is None]  # an alias runs one of them
 HEAD_DIMS = (32, 64, 128)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 one_tile = pytest.mark.usefixtures("one_tile")
 
 
@@ -139,21 +137,6 @@ def test_neither_the_order_of_threads_nor_unwritten_memory_matters(
             assert torch.equal(call(spec, x), o), settings
 
 
-@each(lambda spec: spec.head_dims or len(spec.dtypes) < len(DTYPES), dtypes=1)
-def test_everything_unsupported_is_refused_at_once(spec, dtype, device):
-    if reason := spec.unavailable_reason(device):
-        pytest.skip(reason)
-    wrong = next(dtype for dtype in DTYPES if dtype_name(dtype) not in spec.dtypes)
-    head_dim = 80 if spec.head_dims else 64
-    reasons = [f"dtype {dtype_name(wrong)} (it takes {', '.join(spec.dtypes)})"]
-    if spec.head_dims:
-        reasons.append(f"head_dim 80 (it takes {', '.join(map(str, spec.head_dims))})")
-    case = Case(4, head_dim, dtype=wrong) if attends(spec) else DecodeCase(head_dim, wrong)
-    with pytest.raises(UnsupportedError) as caught:
-        call(spec, case.inputs(device))
-    assert caught.value.reasons == reasons
-
-
 # Part of torch
 
 
@@ -240,16 +223,3 @@ def test_a_cuda_graph_replays_with_other_inputs(spec, dtype, device):
             x.copy_(y)
         graph.replay()
         assert torch.equal(o, call(spec, others))
-
-
-@one_tile
-@each_kernel_on_a_gpu
-def test_all_runs_are_bit_identical(spec, dtype, device):
-    gpu_inputs(spec, dtype)
-    case, runs = Case(1023, usual_head_dim(spec), batch=2, num_heads=12, dtype=dtype), 5
-    if not attends(spec):
-        lengths = (1023, 700) * 4
-        case, runs = DecodeCase(64, dtype, lengths=lengths, max_seqlen=1024, num_heads=12), 1000
-    inputs = case.inputs(device)
-    expected = call(spec, inputs)
-    assert all(torch.equal(call(spec, inputs), expected) for _ in range(runs))

@@ -71,21 +71,15 @@ def prompt(batch=2, seqlen=7, device="cpu"):
     return torch.randint(3, VOCABULARY, (batch, seqlen), generator=generator).to(device)
 
 
-def new_model(name, implementation="eager", **fields):
+def new_model(name, implementation="eager"):
     """A model in eval mode whose biases and norms are random, too."""
-    config = copy.deepcopy(CONFIGS[name])
-    config.update(fields)
     torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[name])  # each model writes its implementation into its own
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return with_backend(model, implementation)
-
-
-def with_backend(model, name):
-    model = copy.deepcopy(model)
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(implementation)
     return model
 
 
@@ -331,10 +325,6 @@ def too_long_a_mask(model):
     return model(prompt(), attention_mask=torch.ones(2, 9), use_cache=False)
 
 
-def four_dimensions(model):
-    return model(prompt(), attention_mask=torch.ones(2, 1, 7, 7))
-
-
 def padded_and_not_causal(model):
     model.config.is_causal = False
     mask = torch.ones(2, 7)
@@ -352,6 +342,7 @@ def computes_itself(model):
     return model(prompt())
 
 
+DENSE = torch.ones(2, 1, 7, 7)
 SPECIAL = "a sliding window shorter than the text, packed sequences or another special mask"
 WEIGHTS = "output_attentions (the weights are never stored)"
 READ = "the model reads the mask, so it computes attention itself or changes the mask"
@@ -364,7 +355,7 @@ READ = "the model reads the mask, so it computes attention itself or changes the
         ("qwen", packed, SPECIAL),
         ("mistral", lambda m: m(prompt(seqlen=13)), SPECIAL),
         ("gpt2", too_long_a_mask, "7 keys with an attention_mask for 9"),
-        ("qwen", four_dimensions, "an attention_mask of shape (2, 1, 7, 7)"),
+        ("qwen", lambda m: m(prompt(), attention_mask=DENSE), "an attention_mask of shape (2, 1,"),
         ("gpt2", second_chunk, "3 queries against 10 keys, as in prefill by chunks"),
         ("qwen", lambda m: greedy(m, prompt(), prefill_chunk_size=4), "3 queries against 7 keys"),
         ("gpt2", lambda m: m(prompt(), output_attentions=True), WEIGHTS),

@@ -147,6 +147,7 @@ Q = torch.randn(1, 1, 2, 8)
         (lambda *_: Q.mT.contiguous().mT, OutputError, "returned strides (16, 16, 1, 2) instead"),
         (lambda q, k, *_: k, OutputError, "returned the memory of an input"),
         (raising(UnsupportedError("TEST", [])), UnsupportedError, "cannot take this call"),
+        (None, UnsupportedError, "cannot take this call: it has "),  # no kernel
         (raising(torch.OutOfMemoryError()), torch.OutOfMemoryError, ""),
     ],
 )
@@ -157,14 +158,6 @@ def test_a_kernels_fault_is_one_sentence_and_a_refusal_stays_one(kernel, error, 
         with pytest.raises(error) as caught:
             call(Q, Q, Q, *others)
         assert not words or str(caught.value).startswith(f"attention backend TEST {words}")
-
-
-def test_a_backend_that_only_decodes_says_so():
-    decode = get_backend("NAIVE_PYTORCH").load().decode
-    spec = BackendSpec(name="TEST_DECODES", loader=lambda: Kernels(decode=decode), **FIELDS)
-    assert spec.refusals(Q, Q, Q) == ["it has a decode kernel only"]
-    with pytest.raises(UnsupportedError, match="it has a decode kernel only"):
-        spec.attention(Q, Q, Q)
 
 
 @pytest.mark.parametrize("exactly", [False, True])
@@ -184,6 +177,14 @@ def test_a_device_without_the_instructions_is_refused(exactly, monkeypatch):
         too_new,
         "runs on cuda only, not on cpu",
     ]
+
+
+def test_a_refusal_gives_every_reason():
+    q = torch.zeros(1, 4, 2, 80).double()
+    with pytest.raises(UnsupportedError) as caught:
+        get_backend("CUSTOM_CUDA_VERSION_1").attention(q, q, q)
+    dtype = "dtype float64 (it takes float32)"
+    assert caught.value.reasons == [dtype, "head_dim 80 (it takes 32, 64, 128)"]
 
 
 def install_plugin(folder: Path, package: str, code: str) -> None:

@@ -15,8 +15,6 @@ from tests.attention_kernels.conftest import needs_compiler, probe_line
 FILE = Path(__file__).parent / "probe" / "v01_tensor_cores.cu"
 HALF, BFLOAT16, TF32, LOAD, LOAD_TRANSPOSED = range(5)
 PRODUCTS = 2000
-SHAPES = [(16, 16, 16), (32, 8, 16), (8, 32, 16)]
-ARCHS = ["75", "90"]
 
 pytestmark = needs_compiler
 
@@ -139,9 +137,9 @@ def placed(matrix: torch.Tensor, rows: bool, padding: int) -> tuple[torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["75", "90"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 16, 16), (32, 8, 16), (8, 32, 16)])
 def test_products_in_every_layout(probe, m, n, k, dtype, arch, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", arch)
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
 """Execute what warps do at their own pace: mbarriers, tiles copied by TMA, numbered barriers.
 
-A copy is complete as soon as it is asked for. A thread that tests a phase waits until it is
-complete, so each test is executed once, whatever it took. Which arrivals and copies make up each
-phase is recorded; multiprocessor.py gives them their times.
+Copies complete at once. A thread that tests a phase waits until the phase is complete, so each test
+is executed only once. The arrivals and copies that complete a phase are recorded;
+multiprocessor.py times them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_numbered(one: Instruction) -> bool:
 
 
 def hold(blocks: Blocks, one: Instruction) -> bool:
-    """Make the lanes wait whose phase is not complete, and return whether there are any."""
+    """Make lanes wait whose phase is not complete; return whether any do."""
     found = False
     for warp, lane in _warps(blocks):
         barrier, _ = _mbarrier(blocks, one, lane)
@@ -166,7 +166,10 @@ def elect(blocks: Blocks, one: Instruction) -> None:
 
 
 def _contributions(blocks: Blocks) -> tuple[dict[int, Event], dict[int, Event]]:
-    """Return what warps contribute to and wait for in the last instruction, to be filled."""
+    """Return the events of the last instruction, to be filled in by warp.
+
+    First those to which warps contribute, then those for which they wait.
+    """
     signals: dict[int, Event] = {}
     awaits: dict[int, Event] = {}
     blocks.issued[-1].signals, blocks.issued[-1].awaits = signals, awaits
@@ -197,7 +200,7 @@ def _at(blocks: Blocks, one: Instruction, place: tuple[int, int]) -> Mbarrier:
 
 
 def _complete(blocks: Blocks, place: tuple[int, int]) -> None:
-    """Go on to the next phase if nothing is missing in this one."""
+    """Start the next phase if the current one is complete."""
     barrier = blocks.mbarriers[place]
     if barrier.left == 0 and barrier.bytes == 0:
         barrier.left = barrier.arrivals

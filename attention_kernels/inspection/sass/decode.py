@@ -91,6 +91,16 @@ class Instruction:
         return next((size for part, size in _SIZES.items() if part in self.modifiers), 4)
 
     @functools.cached_property
+    def product(self) -> tuple[int, int]:
+        """The FLOP of a product of a warpgroup (HGMMA), and the wavefronts of its operands.
+
+        B is in shared memory, and A may be. Each is read once, for all four warps.
+        """
+        m, n, k = map(int, self.modifiers[0].split("x"))
+        rows = n + (m if self.operands[1].startswith("gdesc") else 0)
+        return 2 * m * n * k, rows * k * 2 // 128
+
+    @functools.cached_property
     def loaded(self) -> list[str]:
         """The registers that a load writes."""
         found = [x for x in self.operands if re.fullmatch(r"R\d+", x)]

@@ -2,8 +2,8 @@
 
 All threads of the blocks run in parallel, those at the lowest address first, so lanes that have
 left a loop wait behind it for the others. Loaded values and floating-point results are zero, so
-control flow that depends on data is not followed. test_execute.py shows that instructions are
-understood correctly, and the counts equal the profiler's.
+control flow that depends on data is not followed. test_execute.py compares results with g++'s, and
+test_predict.py compares counts with the profiler's.
 """
 
 from __future__ import annotations
@@ -16,14 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attention_kernels.inspection.resources import WARP, Launch, Triple
-from attention_kernels.inspection.sass import asynchronous
-from attention_kernels.inspection.sass.decode import (
-    IS_PREDICATE,
-    Instruction,
-    Program,
-    SassError,
-    consecutive,
-)
+from attention_kernels.inspection.sass import asynchronous, decode
+from attention_kernels.inspection.sass.decode import IS_PREDICATE, Instruction, Program, SassError
 from attention_kernels.inspection.sass.state import LOW, Blocks, Issue, Mask, Values
 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
@@ -126,7 +120,7 @@ def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:
 def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
     """Return the lanes that take the branch, of those that have reached it."""
     taken = blocks.mask
-    if "ANY" in one.modifiers:  # all lanes of a warp of which one does
+    if "ANY" in one.modifiers:  # all lanes of a warp in which any lane does
         return here & np.repeat(taken.reshape(-1, WARP).any(1), WARP)
     if "DIV" in one.modifiers:  # only a diverged warp takes this branch
         return np.zeros_like(taken)
@@ -185,7 +179,7 @@ def _local_access(blocks: Blocks, one: Instruction) -> None:
         return
     first = int(found[1] or "0", 16)
     stored = one.operands[-1] if one.base == "STL" else "RZ"
-    for i, register in enumerate(one.loaded or consecutive(stored, one.size // 4)):
+    for i, register in enumerate(one.loaded or decode.consecutive(stored, one.size // 4)):
         kept = blocks.spilled.get(first + 4 * i, blocks.read("RZ"))
         if one.base == "STL":
             kept = np.where(blocks.mask, blocks.read(register), kept)

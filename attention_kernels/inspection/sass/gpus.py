@@ -9,6 +9,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+SCHEDULERS = 4
+"""Schedulers of a multiprocessor, and tensor cores."""
+SECTOR = 32
+"""Bytes of global memory that are moved together."""
+
 
 @dataclass(frozen=True)
 class GpuModel:

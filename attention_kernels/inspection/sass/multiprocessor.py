@@ -21,9 +21,9 @@ from typing import NamedTuple, TypeAlias
 from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.asynchronous import is_numbered
 from attention_kernels.inspection.sass.decode import Instruction
-from attention_kernels.inspection.sass.gpus import GpuModel
+from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
 from attention_kernels.inspection.sass.state import STORES, Event
-from attention_kernels.inspection.sass.work import Issued, Work, pipe_of, product_of
+from attention_kernels.inspection.sass.work import Issued, Work, pipe_of
 
 # Latencies in cycles, as scripts/probe.cu measured them on an H200; that of constants is an
 # estimate.
@@ -43,8 +43,6 @@ _PORT = {"shared": 2.0, "shuffle": 4.0}
 # 32 KB, 1.14 if it is half a percent longer, as with four lines in a set, and 2.22 at 64 KB.
 _LINE, _SETS, _WAYS, _FETCH = 8, 64, 4, 10.8
 _QUEUE = 40  # warps wait while this many wavefronts are outstanding
-SCHEDULERS = 4
-SECTOR, WAVEFRONT = 32, 128  # bytes
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
@@ -82,7 +80,7 @@ class Stall(NamedTuple):
     """Index of the instruction whose result is awaited, or of the barrier, otherwise `place`."""
 
 
-Stalls: TypeAlias = defaultdict[Stall, float]
+StallCycles: TypeAlias = defaultdict[Stall, float]
 """Cycles of warps, summed by what the warps waited for."""
 
 # ---- The simulation ------------------------------------------------------------------------------
@@ -206,7 +204,7 @@ class Multiprocessor:
         self.l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
 
     def run(
-        self, works: Sequence[Work], most: float = math.inf, stalls: Stalls | None = None
+        self, works: Sequence[Work], most: float = math.inf, stalls: StallCycles | None = None
     ) -> tuple[float, list[int]]:
         """Return the cycles in which blocks are executed, and each one's number of instructions.
 
@@ -231,7 +229,7 @@ class Multiprocessor:
                 issued += 1
         for warp in self.warps:
             latest, reason = warp.stream[warp.at - 1][0], EXITED
-            if warp.at < len(warp.stream):  # part of what it waits for is missing
+            if warp.at < len(warp.stream):  # an event for which it waits never happens
                 reason = _AWAITING.get(self.code[latest].base, WAIT)
             self._watch(warp, self.end, reason, latest)
         return self.end, [block.issued for block in self.blocks]
@@ -297,7 +295,7 @@ class Multiprocessor:
     def _possible(
         self, warp: _Warp, scheduler: _Scheduler, now: float, *, is_first: bool = True
     ) -> tuple[float, str]:
-        """Return from when a warp that waits for no result can issue, and why not now.
+        """Return when a warp that waits for no result can issue, and the reason if it is not now.
 
         is_first: whether it would be selected, so that only its registers can hold it back.
         """
@@ -345,7 +343,7 @@ class Multiprocessor:
     def _advance(
         self, warp: _Warp, one: Instruction, now: float, served: float, done: float
     ) -> None:
-        """Go on to a warp's next instruction: now, or when what it has to wait for happens."""
+        """Move a warp to its next instruction, which it issues when nothing holds it back."""
         index, place, block = warp.index, (warp.local, warp.at), warp.block
         next_at = now + max(1, one.stall)
         warp.at += 1
@@ -359,7 +357,7 @@ class Multiprocessor:
         event = block.work.events.signals.get(place)
         if event and block.contribute(event, served, index):
             if one.base == "HGMMA":
-                flop, operands = product_of(one)
+                flop, operands = one.product
                 cycles = max(flop / self.gpu.warpgroup_flop, operands)
                 self.products = max(self.products, block.when[event]) + cycles
                 block.when[event] = done = self.products + _PRODUCT
@@ -480,7 +478,7 @@ class Multiprocessor:
         cycles, issued = self.run([work] * count, most)
         return [cycles / one for one in issued]
 
-    def observe(self, works: Sequence[Work], count: int, mean: float) -> Stalls:
+    def observe(self, works: Sequence[Work], count: int, mean: float) -> StallCycles:
         """Return the stalls of `count` blocks of about `mean` instructions that run at once.
 
         They start at different points, and each is followed by another block until all of a block
@@ -494,7 +492,7 @@ class Multiprocessor:
             start = work.parts[len(work.parts) * number // count]
             warps = [warp[at:] + warp[:at] for warp, at in zip(work.warps, start, strict=True)]
             blocks.append(dataclasses.replace(work, warps=warps))
-        stalls: Stalls = defaultdict(float)
+        stalls: StallCycles = defaultdict(float)
         self.run(blocks, stalls=stalls)
         return stalls
 

@@ -24,13 +24,8 @@ from attention_kernels.inspection.resources import WARP, Launch, Triple
 from attention_kernels.inspection.sass import binary, decode, execute
 from attention_kernels.inspection.sass.decode import Program
 from attention_kernels.inspection.sass.explain import Stalls, explain
-from attention_kernels.inspection.sass.gpus import GpuModel
-from attention_kernels.inspection.sass.multiprocessor import (
-    SCHEDULERS,
-    SECTOR,
-    Multiprocessor,
-    Stall,
-)
+from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
+from attention_kernels.inspection.sass.multiprocessor import Multiprocessor, Stall
 from attention_kernels.inspection.sass.work import Line, line_of
 from attention_kernels.ladder.header import VersionHeader
 
@@ -202,12 +197,11 @@ def _predict_launch(
         # No multiprocessor gets more blocks than if all are shared out equally.
         fits = min(room, -(-line.busy // gpu.multiprocessors))
         resident = min(line.busy, fits * gpu.multiprocessors)
-        one, full = (
-            Multiprocessor(_paced(gpu, from_memory, count / resident), code, miss)
-            for count in (1, fits)
-        )
-        alone, extra = one.alone(line.works)
-        paces = full.together(line.works, fits) if fits > 1 else [alone]
+        one, full = (_paced(gpu, from_memory, count / resident) for count in (1, fits))
+        alone, extra = Multiprocessor(one, code, miss).alone(line.works)
+        paces = [alone]
+        if fits > 1:
+            paces = Multiprocessor(full, code, miss).together(line.works, fits)
         if observes:
             mean = total["issue"] / line.busy
             stalls = Multiprocessor(gpu, code, miss).observe(line.works, fits, mean)

@@ -124,8 +124,7 @@ class Blocks:
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}  # by block, and shared address
         self.numbered: dict[tuple[int, int], Numbered] = {}  # by block and number
-        # Lanes that test a phase which is not complete, until one is, and those that wait at a
-        # numbered barrier.
+        # Lanes that wait for the phase that they test, and lanes that wait at a numbered barrier.
         self.testing, self.parked = np.zeros((2, self.lanes), np.bool_)
 
     # ---- Operands --------------------------------------------------------------------------------
@@ -170,14 +169,14 @@ class Blocks:
         return ~row if name[0] == "!" else row
 
     def write(self, register: str, values: Values | int) -> None:
-        """Write a register in the lanes of the mask; a uniform one is common to the whole warp."""
+        """Write a register in the lanes of the mask; uniform registers belong to whole warps."""
         row = _row(register)
         if row not in (_RZ, _URZ):
             mask = self._whole_warps() if row >= _U else self.mask
             np.copyto(self.values[row], np.asarray(values) & LOW, where=mask)
 
     def write64(self, register: str, values: Values | int) -> None:
-        """Write a pair of registers, the lower word into the one named."""
+        """Write a pair of registers: the lower word into `register`, the upper into the next."""
         low, high = consecutive(register, 2)
         self.write(low, values)
         self.write(high, values >> 32)

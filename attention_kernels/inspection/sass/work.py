@@ -24,7 +24,6 @@ from attention_kernels.inspection.sass.decode import Instruction, Program
 from attention_kernels.inspection.sass.execute import run_blocks
 from attention_kernels.inspection.sass.state import WARPGROUP, Blocks, Event, Issue
 
-WAVEFRONT = 128  # bytes
 _SAMPLED = 8  # blocks executed if the work of the others can be interpolated
 _SPREAD = 128  # blocks executed otherwise
 _MAX_LANES_TIMES_ISSUED = 500_000_000  # limit for those blocks: a few seconds
@@ -97,16 +96,6 @@ def pipe_of(one: Instruction) -> str:
     return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
 
 
-def product_of(one: Instruction) -> tuple[int, int]:
-    """Return the FLOP of a product of a warpgroup (HGMMA), and the wavefronts of its operands.
-
-    B is in shared memory, and A may be. Each is read once, for all four warps.
-    """
-    m, n, k = map(int, one.modifiers[0].split("x"))
-    rows = n + (m if one.operands[1].startswith("gdesc") else 0)
-    return 2 * m * n * k, rows * k * 2 // WAVEFRONT
-
-
 def counts_of(blocks: Blocks) -> list[Counter[str]]:
     """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
     totals = np.zeros((4, len(blocks.code), len(blocks.indices), blocks.warps), np.int32)
@@ -126,7 +115,7 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
         counts["lines"] += lines
         counts["misses"] += misses
         if one.base == "HGMMA":
-            flop, operands = product_of(one)
+            flop, operands = one.product
             counts["products"] += flop * issued // WARPGROUP
             counts["operands"] += operands * issued // WARPGROUP
     return found
@@ -235,10 +224,10 @@ class Line:
 
 
 def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line:
-    """Run some blocks of a launch.
+    """Execute some blocks of a launch, and let them stand for the others.
 
-    are_alike: with a second axis, blocks along the first count as alike, unless none of those that
-    are run requests memory.
+    are_alike: on a grid with several axes, blocks along the first count as alike, unless no block
+    that is executed requests memory.
     """
     if (blocks_in_grid := math.prod(launch.grid)) > _MAX_GRID:
         reason = f"a grid of {blocks_in_grid} blocks (predictions take {_MAX_GRID} at most)"

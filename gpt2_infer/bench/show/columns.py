@@ -85,3 +85,11 @@ DECODED = (Column("model", cell("model")), DTYPE, Column("batch", cell("batch"))
 PRECISION = Column("precision", extra("precision"))
 RATE = Column("tokens/s", of(steps_of, per_second), "{:,.0f}")
 CALL_RATE = Column("tokens/s, whole calls", of(calls_of, per_second), "{:,.0f}")
+ENERGY = Column(
+    "mJ per token",
+    of(
+        lambda file, row: file.beside(row, "energy"),
+        lambda row, line: 1e3 * row.median / tokens(line),
+    ),
+    "{:,.1f}",
+)

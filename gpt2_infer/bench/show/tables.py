@@ -253,6 +253,7 @@ LAYOUTS["decode"] = Layout(
         Column("least .. most", columns.of(steps_of, columns.least_and_most)),
         columns.CALL_RATE,
         Column("vs transformers", _call_ratio),
+        columns.ENERGY,
         Column("us per step", columns.of(steps_of, lambda row, _: step_us(row)), "{:.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
@@ -300,6 +301,7 @@ LAYOUTS["batch"] = Layout(
         Column("seconds", columns.first(lambda row: with_spread(row, "{:.2f}"))),
         columns.RATE,
         columns.CALL_RATE,
+        columns.ENERGY,
         Column("same rows", columns.extra("same_rows"), "{:.1%}"),
     ],
 )

@@ -42,6 +42,12 @@ MASKS: dict[str, Condition] = {
     "causal": lambda c: c.is_causal,
     "full": lambda c: not c.is_causal,
 }
+BATCHES: dict[str, Condition] = {
+    "a batch of 1": lambda c: c.batch == 1,
+    "a batch of 2": lambda c: c.batch == 2,
+    "a batch above 2": lambda c: c.batch > 2,
+    "a batch above 8": lambda c: c.batch > 8,
+}
 HEADS: dict[str, Condition] = {
     "1 head": lambda c: c.num_heads == 1,
     "an odd number of heads above 1": lambda c: c.num_heads > 1 and c.num_heads % 2 == 1,
@@ -95,13 +101,7 @@ PARTS: dict[str, dict[str, Condition]] = {
         "more than 256 tokens": lambda c: c.seqlen > 256,
         "more than 512 tokens": lambda c: c.seqlen > 512,
     },
-    "batch": {
-        "a batch of 1": lambda c: c.batch == 1,
-        "a batch of 2": lambda c: c.batch == 2,
-        "an odd batch above 1": lambda c: c.batch > 1 and c.batch % 2 == 1,
-        "a batch above 2": lambda c: c.batch > 2,
-        "a batch above 8": lambda c: c.batch > 8,
-    },
+    "batch": BATCHES | {"an odd batch above 1": lambda c: c.batch > 1 and c.batch % 2 == 1},
     "heads": HEADS,
     "mask": MASKS,
     "head_dim": HEAD_DIMS,
@@ -166,12 +166,7 @@ DECODE_PARTS: dict[str, dict[str, Condition]] = {
         "a full cache": lambda c: max(c.lengths) == c.max_seqlen,
         "a cache with room": lambda c: max(c.lengths) < c.max_seqlen,
     },
-    "batch": {
-        "a batch of 1": lambda c: len(c.lengths) == 1,
-        "a batch of 2": lambda c: len(c.lengths) == 2,
-        "a batch above 2": lambda c: len(c.lengths) > 2,
-        "a batch above 8": lambda c: len(c.lengths) > 8,
-    },
+    "batch": BATCHES,
     "heads": HEADS,
     "head_dim": HEAD_DIMS,
     "layout": LAYOUTS,

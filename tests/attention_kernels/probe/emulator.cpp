@@ -49,15 +49,6 @@ cudaError_t launch_layouts(bool a_rows, bool b_rows, bool is_float, const Matric
                 : launch_types<m, n, k, col_major, col_major>(is_float, in);
 }
 
-// Scales row i of a 16 x 16 matrix by scales[i]; a fragment tells the rows of its elements.
-__global__ void scale_rows(const float* rows, const float* scales, const float* c, float* d) {
-  fragment<accumulator, 16, 16, 16, float> rRow, rC;
-  load_matrix_sync(rRow, rows, 16, mem_row_major);
-  load_matrix_sync(rC, c, 16, mem_row_major);
-  for (int i = 0; i < rC.num_elements; ++i) rC.x[i] *= scales[static_cast<int>(rRow.x[i])];
-  store_matrix_sync(d, rC, 16, mem_row_major);
-}
-
 // Returns whether an accumulator is laid out like matrix_a: on sm_80, not below.
 __global__ void compare_uses(const half* a, const float* c, float* same) {
   fragment<matrix_a, 16, 16, 16, half, row_major> rA;
@@ -205,10 +196,6 @@ const char* run_product(int m, bool a_rows, bool b_rows, bool is_float, const vo
     default:
       return outcome(launch_layouts<8, 32, 16>(a_rows, b_rows, is_float, in));
   }
-}
-
-const char* run_scale_rows(const float* rows, const float* scales, const float* c, float* d) {
-  return outcome(attention::launch_kernel(scale_rows, 1, 32, 0, nullptr, rows, scales, c, d));
 }
 
 const char* run_compare_uses(const void* a, const float* c, float* same) {

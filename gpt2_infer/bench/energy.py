@@ -1,0 +1,68 @@
+"""Measure a GPU's energy with the counter of its driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpt2_infer.bench.record import Row
+
+MIN_SECONDS = 3.0  # the counter advances only ten times per second
+WARM_UP_SECONDS = 0.5  # what it shows is up to two advances old
+
+
+class NoCounterError(Exception):
+    """There is no energy counter; the message says why."""
+
+
+def open_counter(device: str) -> Callable[[], float]:
+    """Return a function that reads the joules that this process's GPU has used so far.
+
+    Raises NoCounterError.
+    """
+    if device != "cuda":
+        raise NoCounterError("energy is measured on NVIDIA GPUs only")
+    try:
+        import pynvml
+    except ImportError as error:
+        raise NoCounterError("NVML needs nvidia-ml-py: install gpt2-infer[energy]") from error
+    try:
+        pynvml.nvmlInit()
+        # NVML numbers all GPUs of the machine; CUDA_VISIBLE_DEVICES does not change that.
+        uuid = torch.cuda.get_device_properties(0).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError as error:
+        raise NoCounterError(f"NVML: {error}") from error
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+
+
+def measure(contender: str, call: Callable[[], Any], device: str) -> Row:
+    """Return a row with the joules per call, from at least MIN_SECONDS of calls.
+
+    call() must wait for the device. The row has a reason and no sample without a counter.
+    """
+    row = Row(contender=contender, metric="energy", unit="J")
+    try:
+        counter = open_counter(device)
+    except NoCounterError as error:
+        row.status, row.reason = "refused", str(error)
+        return row
+    _repeat(call, WARM_UP_SECONDS)
+    before = counter()
+    calls, seconds = _repeat(call, MIN_SECONDS)
+    row.samples = [float(f"{(counter() - before) / calls:.6g}")]
+    row.extra = {"calls": calls, "seconds": round(seconds, 3)}
+    return row
+
+
+def _repeat(call: Callable[[], Any], least_s: float) -> tuple[int, float]:
+    """Call until some seconds have passed; return the number of calls and the seconds."""
+    calls, started = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - started) < least_s:
+        call()
+        calls += 1
+    return calls, seconds
