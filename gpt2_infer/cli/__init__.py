@@ -35,10 +35,10 @@ COMMANDS = (
     *("kernels", "mcp", "cache", "predict", "accesses", "report"),
 )
 """The default first."""
-FLAGS = {
-    "json": Parameter(help="print one JSON value to standard output, not text"),
-    "debug": Parameter(help="show the traceback of an error"),
-}
+FLAGS = (
+    "--json prints one JSON value to standard output, not text; "
+    "--debug shows the traceback of an error."
+)
 
 
 def program() -> int:
@@ -115,7 +115,9 @@ def _explain(error: Exception) -> int:
 
     status = console.EXIT_BAD_INPUT
     if isinstance(error, cyclopts.CycloptsError):
-        message = console.shorten(str(error))
+        message = str(error)
+        if len(message) > 200:  # it quotes a long word
+            message = f"{message[:100]} ... {message[-100:]}"
     elif known := console.message_of(error):
         hint = "; --debug shows the traceback" if isinstance(error, KernelError) else ""
         message = known + hint
@@ -128,16 +130,16 @@ def _explain(error: Exception) -> int:
 
 def parse(argv: Sequence[str]) -> Call | str:
     """Return the call, or the text that --help or --version asks for; raises CycloptsError."""
-    words = list(argv)
-    first = next((word for word in words if word != "--debug"), "")
+    words = [word for word in argv if word not in ("--json", "--debug")]
+    first = words[0] if words else ""
     name, program = COMMANDS[0], "gpt2-infer"
     if first in COMMANDS:
-        words.remove(first)
-        name, program = first, f"gpt2-infer {first}"
+        name, program = words.pop(0), f"gpt2-infer {first}"
     function = function_of(name)
     app = cyclopts.App(
         name=program,
         help=first_line(function),
+        help_epilogue=FLAGS,
         help_format="plaintext",
         group_commands="Options",
         group_parameters="Options",
@@ -147,7 +149,7 @@ def parse(argv: Sequence[str]) -> Call | str:
         default_parameter=Parameter(negative=(), show_default=_default),
         config=no_word_is_none,
     )
-    app.default(_with_flags(function))
+    app.default(function)
     for other in COMMANDS if first not in COMMANDS else ():  # for the help
         app.command(cyclopts.App(name=other, help=first_line(function_of(other)), group="Commands"))
     called, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
@@ -156,14 +158,16 @@ def parse(argv: Sequence[str]) -> Call | str:
             called(*bound.args, **bound.kwargs)
         return output.getvalue().rstrip()
     bound.apply_defaults()
-    arguments = dict(bound.arguments)
-    arguments.pop("debug")
-    return Call(function, arguments, json=arguments.pop("json", False))
+    return Call(function, dict(bound.arguments), json="--json" in argv)
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return a command's function."""
+    """Return a command's function, for parsers of its annotations and docstring."""
     function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+    # The type that it returns may be imported for type checkers only.
+    function.__annotations__.pop("return", None)
+    # A help in several lines, which are indented by 12 spaces, is one line.
+    function.__doc__ = re.sub(r"\n {12}", " ", function.__doc__ or "")
     return function
 
 
@@ -175,30 +179,11 @@ def first_line(function: Callable[..., Any]) -> str:
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a command's function, with types and helps in their annotations."""
     given = inspect.signature(function).parameters
-    # The type that it returns may be imported for type checkers only.
-    hints = {name: function.__annotations__[name] for name in given}
-    names = vars(sys.modules[function.__module__])
-    types = typing.get_type_hints(type("_", (), {"__annotations__": hints}), names, None, True)
+    types = typing.get_type_hints(function, include_extras=True)
     for described in docstring_parser.parse(function.__doc__ or "").params:
-        name, text = described.arg_name, " ".join((described.description or "").split())
-        types[name] = Annotated[types[name], Parameter(help=text)]
+        name = described.arg_name
+        types[name] = Annotated[types[name], Parameter(help=described.description)]
     return {name: given[name].replace(annotation=types[name]) for name in given}
-
-
-def _with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the parameters of another, and the flags."""
-    given = parameters(function)
-    for flag, meaning in FLAGS.items():
-        if flag != "json" or function.__annotations__["return"] != "None":
-            kind = Annotated[bool, meaning]
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            given[flag] = inspect.Parameter(flag, keyword, default=False, annotation=kind)
-
-    def command(**_: Any) -> None: ...
-
-    command.__signature__ = inspect.Signature([*given.values()])  # type: ignore[attr-defined]
-    command.__annotations__ = {name: given[name].annotation for name in given}
-    return command
 
 
 def extras(parameter: inspect.Parameter) -> tuple[Any, ...]:

@@ -44,12 +44,6 @@ def plain(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
-def shorten(message: str, most: int = 200) -> str:
-    """Leave out the middle of a message that quotes a long word."""
-    half = most // 2
-    return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
-
-
 def prepare_streams() -> None:
     """Replace a closed standard error; print unencodable characters as a placeholder."""
     if sys.stderr is None:

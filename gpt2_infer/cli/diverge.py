@@ -48,7 +48,7 @@ def diverge(
     second: str | BackendSpec = b
     if not {a, b} & {*get_args(EngineName)}:
         first, second = ladder.resolve_all([a, b])
-    loaded, checked = model.load(request={"prompts": [prompt], "max_new_tokens": max_new_tokens})
+    loaded, checked = model.load({"prompts": [prompt], "max_new_tokens": max_new_tokens})
     return find(
         loaded,
         first,

@@ -76,10 +76,10 @@ def generate(
     mode = "kv-cache" if kv_cache else "recompute"
     started = time.perf_counter()
     loaded, request = model.load(
+        {"prompts": prompts, "mode": mode, "engine": engine, **settings},
         attention=ladder.resolve(backend) if backend else None,
         decode_attention=ladder.resolve(decode_backend) if decode_backend else None,
         seed=settings["sampling"].seed,
-        request=settings | {"prompts": prompts, "mode": mode, "engine": engine},
     )
     load_s = time.perf_counter() - started
     streams = live and len(prompts) == 1

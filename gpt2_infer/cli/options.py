@@ -104,8 +104,8 @@ class Model:
 
     def load(
         self,
-        *,
         request: dict[str, Any],
+        *,
         attention: BackendSpec | None = None,
         decode_attention: BackendSpec | None = None,
         seed: int = 0,

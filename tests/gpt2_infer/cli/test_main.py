@@ -43,6 +43,7 @@ def test_help_needs_no_torch_and_lists_every_command():
         ("--help >&-", 2, "error: standard output is closed"),
         ("--help >/dev/full", 2, "error: standard output cannot be written: No space left on"),
         ("--help | true", 0, ""),
+        ("--model demo --prompt-file - <&-", 2, "--prompt-file -: standard input is closed"),
     ],
 )
 def test_closed_and_full_streams(words, status, error):
