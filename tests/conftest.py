@@ -6,6 +6,7 @@ workers seconds sooner.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import hashlib
@@ -50,6 +51,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+_cpu_seconds: collections.Counter[str] = collections.Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Count the CPU seconds of an item, its fixtures and its child processes."""
+    begin = sum(os.times()[:4])
+    result = yield
+    _cpu_seconds[item.nodeid.split("::")[0]] += sum(os.times()[:4]) - begin
+    return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # a worker of xdist
+        output["cpu_seconds"] = {"(import and collect)": sum(os.times()[:4]), **_cpu_seconds}
+        output["cpu_seconds"]["(import and collect)"] -= sum(_cpu_seconds.values())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _cpu_seconds.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """On CI, show where the time goes: the wall clock depends on what else the machine does."""
+    if os.environ.get("CI") == "true":
+        terminalreporter.section(f"CPU seconds by file, of {sum(_cpu_seconds.values()):.0f}")
+        for file, seconds in _cpu_seconds.most_common(30):
+            terminalreporter.write_line(f"{seconds:8.1f} {file}")
 
 
 @pytest.fixture(autouse=True)
