@@ -23,6 +23,7 @@ from gpt2_infer.errors import (
     RequestError,
     UnavailableDeviceError,
     WeightsError,
+    check_type,
 )
 from gpt2_infer.files import read_json_object
 from gpt2_infer.linear import lay_out
@@ -82,7 +83,11 @@ def open_checkpoint(
     For a hub id these files are downloaded. With random_weights, the name of a published size needs
     no download. Raises WeightsError, or ConfigError for an invalid or unsupported configuration.
     """
+    if not isinstance(model, str | Path):
+        raise RequestError(f"model must be a name or a folder, not {model!r}")
     model = str(model)
+    if tokenizer is not None:
+        check_type("tokenizer", tokenizer, Tokenizer)
     hub_id, config = None, None
     folder = _PACKAGE / "demo_model" if model == DEMO_MODEL else Path(os.path.expanduser(model))
     if os.path.isdir(folder):

@@ -50,3 +50,9 @@ def check_number(name: str, value: object) -> None:
     """Raise RequestError unless `value` is a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise RequestError(f"{name} must be a finite number, not {value!r}")
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise RequestError unless `value` is an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} must be a {kind.__name__}, not {value!r}")

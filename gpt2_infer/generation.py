@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from attention_kernels.contract import dtype_name
 from gpt2_infer.engines import Engine, lend_engine
-from gpt2_infer.errors import NotFiniteError, RequestError
+from gpt2_infer.errors import NotFiniteError, RequestError, check_type
 from gpt2_infer.linear import without_autocast
 from gpt2_infer.model import GPT2
 from gpt2_infer.prepared import clear_all
@@ -101,6 +101,7 @@ def generate(
     Raises RequestError, UnavailableBackendError or UnsupportedError before any long work, and
     NotFiniteError for logits that are NaN or infinite.
     """
+    check_type("model", model, GPT2)
     request = Request(
         config=model.config,
         tokenizer=model.tokenizer,
@@ -126,7 +127,11 @@ def run(
     progress: bool = False,
 ) -> Generation:
     """Run a request made for this model's configuration; see generate()."""
+    if request.config != model.config:
+        raise RequestError("the request was made for a model with another configuration")
     model = model.up_to(max(map(len, request.rows)) + request.max_new_tokens)
+    if on_text is not None and not callable(on_text):
+        raise RequestError(f"on_text must be callable, not {on_text!r}")
     if on_text and request.tokenizer is None:
         raise RequestError("streamed text needs a model with a tokenizer")
     watchers = [Watcher(request, row, on_text) for row in range(len(request.rows))]

@@ -35,7 +35,7 @@ from gpt2_infer.checkpoint import (
     resolve_dtype,
 )
 from gpt2_infer.config import GPT2Config, ProductsName
-from gpt2_infer.errors import ConfigError, RequestError, check_integer
+from gpt2_infer.errors import ConfigError, RequestError, check_integer, check_type
 from gpt2_infer.linear import (
     Linear,
     project,
@@ -424,6 +424,7 @@ class GPT2(nn.Module):
         cache: a KVCache to fill, whose rows (or slots) are free. Returns (batch, kept, vocab_size).
         Raises RequestError; but on CUDA, ids outside the vocabulary fail an assertion of torch's.
         """
+        check_type("tokens", tokens, Tensor)
         if tokens.dim() != 2 or tokens.dtype != torch.long or not len(tokens):
             raise RequestError(
                 "tokens must be int64 (batch, seqlen) with one row or more, not "

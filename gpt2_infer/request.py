@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.errors import RequestError, check_integer
+from gpt2_infer.errors import RequestError, check_integer, check_type
 from gpt2_infer.sampling import Sampling
 from gpt2_infer.tokenizer import Tokenizer
 
@@ -44,6 +44,10 @@ class Request:
         if self.mode not in MODES:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         check_integer("max-new-tokens", self.max_new_tokens, 1)
+        check_type("ignore_eos", self.ignore_eos, bool)
+        check_type("check_finite", self.check_finite, bool)
+        check_type("sampling", self.sampling, Sampling)
+        check_type("stop", self.stop, Sequence)
         if self.engine not in ENGINES:
             raise RequestError(f"engine must be one of {', '.join(ENGINES)}, not {self.engine!r}")
         if self.config.unsupported_generation:

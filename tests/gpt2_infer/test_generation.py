@@ -178,6 +178,10 @@ def test_an_empty_prompt_is_the_start_of_a_document(demo):
         ({"prompts": [b"ab"]}, "a text or a list of token ids: bytes are neither"),
         ({"prompts": [[True]]}, "a text or a list of token ids: True is not a token id"),
         ({"engine": "warp"}, "engine must be one of auto, eager, graph, fused"),
+        ({"sampling": 0}, "sampling must be a Sampling, not 0"),
+        ({"stop": 3}, "stop must be a Sequence, not 3"),
+        ({"ignore_eos": "no"}, "ignore_eos must be a bool, not 'no'"),
+        ({"on_text": ""}, "on_text must be callable, not ''"),
     ],
 )
 def test_invalid_requests_are_refused(arguments, words, demo):
@@ -227,6 +231,17 @@ def test_a_function_computes_attention(mode, demo):
     assert result.tokens == generate(demo, PROMPTS, **options).tokens
     assert result.attention == "my_attention" != result.decode_attention
     assert len(calls) == (6 if mode == "kv-cache" else 18)  # 6 layers, once or for each token
+
+
+def test_a_request_belongs_to_its_configuration(demo, save_checkpoint):
+    folder, _ = save_checkpoint()
+    other = GPT2.from_pretrained(str(folder), device="cpu")
+    with pytest.raises(RequestError, match="another configuration"):
+        run(other, request_for(demo, "The"))
+    with pytest.raises(RequestError, match="model must be a GPT2, not 'demo'"):
+        generate("demo", "The", max_new_tokens=1)
+    with pytest.raises(RequestError, match="model must be a name or a folder, not None"):
+        GPT2.from_pretrained(None)
 
 
 def test_what_is_not_a_backend_is_refused(demo):
