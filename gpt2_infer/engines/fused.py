@@ -39,7 +39,6 @@ FC_BYTES = 104 * 1024
 RANKS = 8  # blocks of a head's cluster, if one kernel runs all layers
 MAX_HEADS = 12  # more were not measured, and may not run at once
 TOO_LARGE = "cudaErrorCooperativeLaunchTooLarge"  # not all clusters run at once
-MUCH_BYTES = 200 * 1024  # shared memory of a block on an H200; cards with less were not measured
 HEAD_STATIC_BYTES = 4096  # reserved in the kernel of the logits, by struct Ring
 MAX_STATIC_BYTES = 48 * 1024  # limit on a kernel's static shared memory
 EARLY = (9, 0)  # from this compute capability on: early launches, bulk copies and clusters
@@ -249,27 +248,14 @@ class StepShape:
     def _widest(self, rows: int, columns: int, warps: int, most_bytes: int) -> BlockedMatrix:
         """Return a product after a LayerNorm, with as many columns per block as fit.
 
-        They fit at any batch size if possible, because the weights are packed once for all. On a
-        GPU with little shared memory, all blocks should run at once.
+        They fit at any batch size if possible, because the weights are packed once for all.
         """
-        products = [BlockedMatrix(rows, columns, each, warps) for each in (32, 16, 8)]
-        fitting = [
-            product
-            for product in products
-            if product.block_bytes(self.dtype) <= most_bytes
-            and product.shared_bytes(self.dtype, MAX_BATCH, has_x=True) <= self.shared_bytes
-        ]
-        at_once = [product for product in fitting if self._runs_at_once(product)]
-        if self.shared_bytes >= MUCH_BYTES:
-            at_once = []
-        return [*at_once, *fitting, products[-1]][0]
-
-    def _runs_at_once(self, product: BlockedMatrix) -> bool:
-        """Return whether the GPU has shared memory for all blocks of a product at batch 1."""
-        reserved = 1024  # in each block
-        needed = product.shared_bytes(self.dtype, 1, has_x=True) + reserved
-        resident = (self.shared_bytes + reserved) // needed  # per multiprocessor
-        return product.columns // product.block_columns <= self.head_blocks * resident
+        for block_columns in (32, 16, 8):
+            product = BlockedMatrix(rows, columns, block_columns, warps)
+            shared = product.shared_bytes(self.dtype, MAX_BATCH, has_x=True)
+            if product.block_bytes(self.dtype) <= most_bytes and shared <= self.shared_bytes:
+                break
+        return product
 
     @property
     def needed(self) -> Mapping[str, int]:
