@@ -1,4 +1,4 @@
-"""What a run of generate() was and how long it took, for programs and in words."""
+"""The report on a run of generate(): what ran and how long it took, as fields and as text."""
 
 from __future__ import annotations
 

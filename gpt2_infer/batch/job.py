@@ -224,7 +224,7 @@ def _count(inputs: Sequence[Path]) -> int:
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what identifies the weights: digests, or the commit on the hub."""
+    """Return the digests of the weights, or their commit on the hub; nothing for random ones."""
     if checkpoint.random_weights:
         return ()
     if checkpoint.hub_id is not None:

@@ -1,4 +1,4 @@
-"""What our own forward pass runs before its first product and after its last."""
+"""The two ends of our own forward pass: before its first product and after its last."""
 
 from __future__ import annotations
 

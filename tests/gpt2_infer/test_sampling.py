@@ -61,7 +61,6 @@ def test_the_ends_of_the_unit_interval():
     [
         ({"temperature": 1.0, "top_p": 0.0}, "top-p must be"),
         ({"seed": -1}, "the seed must be an integer from 0 to 9223372036854775807, not -1"),
-        ({"temperature": "hot"}, "temperature must be a finite number, not 'hot'"),
         ({"temperature": 1.0, "top_k": 2.5}, "top-k must be an integer of 0 or more, not 2.5"),
         ({"top_k": 5}, "need a temperature above 0"),
     ],

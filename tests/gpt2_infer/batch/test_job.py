@@ -131,7 +131,6 @@ def test_only_damaged_parts_are_completed_again(settings, tmp_path):
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("_job.json", b""),
         ("_job.json", b'"\xff"'),
         ("_job.json", lambda job: job | {"settings": job["settings"] | {"part_rows": 0}}),
         ("_manifest/00000.json", lambda entry: entry | {"rows": -1}),

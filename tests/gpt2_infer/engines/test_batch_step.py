@@ -45,9 +45,8 @@ def check_exactness(found: Tensor, naive: Tensor, reference: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "long", [256, pytest.param(2048, marks=pytest.mark.slow)]
-)  # the least terms of a product in two parts
+# From this many terms on, a product has two parts.
+@pytest.mark.parametrize("long", [256, pytest.param(2048, marks=pytest.mark.slow)])
 def test_a_step_is_as_exact_as_pytorch(dtype, long, monkeypatch):
     monkeypatch.setattr(batch_step, "LONG", long)
     model, tokens = make_model(dtype), torch.tensor([500, 600, 700, -1, 900])
@@ -73,7 +72,7 @@ def test_a_step_is_as_exact_as_pytorch(dtype, long, monkeypatch):
 def test_its_attention_is_that_of_the_backend_bit_for_bit(dtype, monkeypatch):
     model, tokens = make_model(dtype), torch.tensor([500, 600, 700, 800, 900])
     found = []
-    for name in (batch_step.ATTENTION, "none"):  # of the backend whose attention is fused
+    for name in (batch_step.ATTENTION, "none"):  # the backend whose attention is fused
         monkeypatch.setattr(batch_step, "ATTENTION", name)
         cache = filled_cache(model)
         found.append((step_over(model, cache, tokens).logits(), cache.kv))
@@ -82,7 +81,7 @@ def test_its_attention_is_that_of_the_backend_bit_for_bit(dtype, monkeypatch):
 
 
 def test_attention_does_not_read_what_the_step_writes(monkeypatch):
-    """It may begin before the product ahead of it, and what overlaps with that, has ended."""
+    """Attention may start before the work ahead of it on the stream has ended."""
     model, run, found = make_model(torch.float16), BatchStep._run, []
 
     def too_early(step, kernel, rows, **fields):
