@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -78,3 +80,14 @@ def test_continuous_batches(batch, engine, dtype):
         assert torch.cuda.current_device() == 0
         done[key] = completion
     assert done == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--kv-cache", "--max-new-tokens", "20"], ["verify", "CUSTOM_CUDA_VERSION_36", "--quick"]],
+)
+def test_the_command_line(arguments):
+    if arguments[0] != "verify":
+        arguments = [*arguments, "--model", "demo"]
+    command = [sys.executable, "-m", "gpt2_infer", *arguments, "--device", "cuda:1"]
+    subprocess.run(command, check=True, timeout=300)
