@@ -26,14 +26,25 @@ def test_unsupported_fields_are_refused_by_name(fields, words):
     assert words in str(caught.value)
 
 
-def test_no_field_that_transformers_reads_is_missed():
+def test_only_fields_that_nothing_reads_are_named_in_a_warning(caplog):
+    known = {"eos_token_id": 50256, "n_ctx": 7, "architectures": "GPT2", "sliding_window": None}
+    assert GPT2Config.from_dict(known) == GPT2Config()
+    assert not caplog.records
+    unread = {"author": "me", "rope_theta": 1e4, "\x1b[2J": 1, "empty": ""}
+    assert GPT2Config.from_dict(known | unread) == GPT2Config()
+    (record,) = caplog.records
+    names = "'author', 'rope_theta', '\\x1b[2J'"
+    assert record.getMessage() == f"config.json has fields that GPT-2 does not read: {names}"
+
+
+def test_every_field_that_transformers_reads_is_known():
+    from transformers import GPT2Config as Theirs
     from transformers.models.gpt2 import modeling_gpt2
 
     read = {*re.findall(r"\bconfig\.([a-z]\w+)", inspect.getsource(modeling_gpt2))}
-    here = {*vars(GPT2Config()), *config._ALIASES, *config._REFUSED.split()}
-    dropout_and_heads = {name for name in read if re.search("pdrop|dropout|^summary_", name)}
-    others = {"initializer_range", "num_labels", "pad_token_id", "problem_type", "use_cache"}
-    assert read <= {*here, *dropout_and_heads, *others}
+    read |= {*Theirs().to_dict()}
+    heads = {"classifier_dropout", "hidden_dropout", "summary_last_dropout"}  # of classifiers
+    assert read - heads - config.KNOWN == set()
 
 
 def test_every_setting_of_transformers_logits_processors_is_known():
