@@ -57,10 +57,12 @@ class Prepared:
 
         It is an idle engine with that key, after begin(), or else the result of make().
         """
-        stamp, idle = self.stamp, cast("E | None", self.take(key))
-        if idle is not None:
-            begin(idle)
-        engine = make() if idle is None else idle
+        stamp, idle = self.stamp, self.take(key)
+        if idle is None:
+            engine = make()
+        else:
+            engine = cast("E", idle)
+            begin(engine)
 
         def keep() -> None:
             engine.rest()
