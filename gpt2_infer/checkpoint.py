@@ -18,13 +18,7 @@ from torch import nn
 
 from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.config import GPT2Config, named_config
-from gpt2_infer.errors import (
-    ConfigError,
-    RequestError,
-    UnavailableDeviceError,
-    WeightsError,
-    check_type,
-)
+from gpt2_infer.errors import ConfigError, RequestError, UnavailableDeviceError, WeightsError
 from gpt2_infer.files import read_json_object
 from gpt2_infer.linear import lay_out
 from gpt2_infer.tokenizer import Tokenizer
@@ -72,11 +66,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    model: str | Path,
-    *,
-    revision: str | None = None,
-    random_weights: bool = False,
-    tokenizer: Tokenizer | None = None,
+    model: str | Path, *, revision: str | None = None, random_weights: bool = False
 ) -> Checkpoint:
     """Read the configuration and tokenizer of "demo", a local folder or a hub id.
 
@@ -86,8 +76,6 @@ def open_checkpoint(
     if not isinstance(model, str | Path):
         raise RequestError(f"model must be a name or a folder, not {model!r}")
     model = str(model)
-    if tokenizer is not None:
-        check_type("tokenizer", tokenizer, Tokenizer)
     hub_id, config = None, None
     folder = _PACKAGE / "demo_model" if model == DEMO_MODEL else Path(os.path.expanduser(model))
     if os.path.isdir(folder):
@@ -100,7 +88,7 @@ def open_checkpoint(
     else:
         hub_id, folder = model, _download(model, revision, _SMALL_FILES)
     config = config or _read_config(model, folder)
-    tokenizer = tokenizer or Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise WeightsError(
             f"{model}: the tokenizer has {tokenizer.vocab_size} tokens, but the model's "

@@ -175,7 +175,7 @@ class Divergence:
 
     @property
     def untried(self) -> str:
-        """What the texts did not exercise; a kernel may go wrong only in its second tile."""
+        """The lengths that the texts did not try; a kernel may go wrong only in its second tile."""
         tried = self.position if self.seqlen else self.prompt_tokens + self.new_tokens - 1
         tiles = dict.fromkeys(
             f"the first tile of {side.key_tile} keys of {side.name}"

@@ -34,16 +34,9 @@ class RequestError(GPT2InferError, ValueError):
 
 def check_integer(name: str, value: object, low: int, high: float = math.inf) -> None:
     """Raise RequestError unless `value` is an integer from `low` to `high`."""
-    if error := integer_error(value, low, high):
-        raise RequestError(f"{name} {error}")
-
-
-def integer_error(value: object, low: int, high: float = math.inf) -> str | None:
-    """Return what `value` must be, unless it is an integer from `low` to `high`."""
-    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
-        return None
-    allowed = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
-    return f"must be an integer {allowed}, not {value!r}"
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        allowed = f"of {low} or more" if high == math.inf else f"from {low} to {high}"
+        raise RequestError(f"{name} must be an integer {allowed}, not {value!r}")
 
 
 def check_number(name: str, value: object) -> None:

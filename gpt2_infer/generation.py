@@ -26,8 +26,6 @@ from gpt2_infer.request import EngineName, Mode, Request
 from gpt2_infer.sampling import Sampling
 from gpt2_infer.stream import FinishReason, Watcher
 
-MARK_STEP = 64  # tokens between two time marks
-
 
 @dataclass
 class Generation:
@@ -52,8 +50,6 @@ class Generation:
     """Seconds from the end of the warm-up to the last new token, prefill included."""
     intervals_s: list[float] = field(default_factory=list)
     """Seconds between tokens, on the device; empty if tokens were read only at the end."""
-    marks_s: list[float] = field(default_factory=list)
-    """Seconds from the end of the warm-up to every 64th new token; empty if tokens were read."""
     texts: list[str] = field(default_factory=list)
     """The new text per row, cut before a stop string; empty without a tokenizer."""
 
@@ -188,7 +184,6 @@ def _generate(
         prefill_s=seconds[1] if len(seconds) > 1 else 0.0,
         generation_s=seconds[-1] if seconds else 0.0,
         intervals_s=[b - a for a, b in itertools.pairwise(seconds[1:-1])] if watch else [],
-        marks_s=[] if watch else seconds[2:-1],
         texts=[w.whole_text() for w in watchers] if request.tokenizer else [],
     )
     if not interrupted:
@@ -208,7 +203,7 @@ def _run(engine: Engine, watchers: list[Watcher], steps: int, marks: Marks, prog
                 engine.step(step)
                 if watchers:
                     host[step].copy_(newest, non_blocking=True)
-                if watchers or step == 0 or (step + 1) % MARK_STEP == 0:
+                if watchers or step == 0:
                     marks.add()
             if watchers and step >= lag:
                 marks.wait(step - lag + 1)

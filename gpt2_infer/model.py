@@ -36,13 +36,7 @@ from gpt2_infer.checkpoint import (
 )
 from gpt2_infer.config import GPT2Config, ProductsName
 from gpt2_infer.errors import ConfigError, RequestError, check_integer, check_type
-from gpt2_infer.linear import (
-    Linear,
-    project,
-    weight_and_bias,
-    with_room,
-    without_autocast,
-)
+from gpt2_infer.linear import Linear, project, weight_and_bias, with_room, without_autocast
 from gpt2_infer.prepared import Prepared
 from gpt2_infer.product import check_products
 from gpt2_infer.tokenizer import Tokenizer
@@ -235,16 +229,14 @@ class GPT2(nn.Module):
         products: ProductsName = "ieee-fp32",
         random_weights: bool = False,
         seed: int = 0,
-        tokenizer: Tokenizer | None = None,
     ) -> GPT2:
         """Load weights and tokenizer, after checking that backends and products can serve them.
 
         model: "demo", a local folder, a hub id (revision: its branch, tag or commit), or the result
-        of open_checkpoint(), which has taken revision, random_weights and tokenizer.
+        of open_checkpoint(), which takes revision and random_weights.
         device: None selects cuda if available, else cpu. dtype: a torch dtype or its name.
         attention, decode_attention: see GPT2. products: see with_products(). random_weights: build
-        the size that `model` names from `seed`, for timing. tokenizer: replaces the checkpoint's
-        own.
+        the size that `model` names from `seed`, for timing.
         Raises RequestError, WeightsError, ConfigError, UnavailableDeviceError or an AttentionError,
         before reading any weight where possible.
         """
@@ -252,9 +244,9 @@ class GPT2(nn.Module):
         check_integer("the seed", seed, 0, 2**63 - 1)
         prompts, decoder = _specs(attention, decode_attention)
         if not isinstance(model, Checkpoint):
-            model = open_checkpoint(
-                model, revision=revision, random_weights=random_weights, tokenizer=tokenizer
-            )
+            model = open_checkpoint(model, revision=revision, random_weights=random_weights)
+        elif revision is not None or random_weights:
+            raise RequestError("give revision and random_weights to open_checkpoint() instead")
         config = model.config
         check_products(products, device, dtype, (config.n_embd, config.inner_dim))
         kind = _attention_dtype(config, dtype), config.head_dim

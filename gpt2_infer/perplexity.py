@@ -157,22 +157,18 @@ def compare(
             continue
         nats = token_nats(each, text.ids, window=window, stride=stride, progress=progress)
         baseline = nats if baseline is None else baseline
-        scores.append(make_score(each.attention.name, nats, baseline, text))
+        apart = nats - baseline
+        total, count = nats.sum().item(), len(nats)
+        difference, standard_error = apart.mean().item(), apart.std().item() / count**0.5
+        score = Score(
+            backend=each.attention.name,
+            tokens=count,
+            nats=total,
+            bits_per_byte=total / math.log(2) / text.bytes,
+            difference=difference,
+            standard_error=standard_error,
+            perplexity=math.exp(total / count),
+            standard_errors=difference / standard_error if standard_error else 0.0,
+        )
+        scores.append(score)
     return scores
-
-
-def make_score(backend: str, nats: torch.Tensor, baseline: torch.Tensor, text: Text) -> Score:
-    """Return the score of a backend from its token_nats() and NAIVE_PYTORCH's."""
-    apart = nats - baseline
-    total, count = nats.sum().item(), len(nats)
-    difference, standard_error = apart.mean().item(), apart.std().item() / count**0.5
-    return Score(
-        backend=backend,
-        tokens=count,
-        nats=total,
-        bits_per_byte=total / math.log(2) / text.bytes,
-        difference=difference,
-        standard_error=standard_error,
-        perplexity=math.exp(total / count),
-        standard_errors=difference / standard_error if standard_error else 0.0,
-    )

@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Protocol, TypeVar
-
-T = TypeVar("T")
+from typing import Protocol, TypeVar, cast
 
 MAX_ENGINES = 8
 
@@ -18,6 +16,13 @@ class Engine(Protocol):
     @property
     def nbytes(self) -> int:
         """The memory that the engine holds, in bytes."""
+
+    def rest(self) -> None:
+        """Forget the model, so that the idle engine does not keep it alive."""
+
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Engine)
 
 
 class Prepared:
@@ -44,6 +49,26 @@ class Prepared:
             had_any = bool(self._waiting or self._shared)
             self._waiting, self._shared, self.stamp = [], {}, object()
             return had_any
+
+    def lend(
+        self, key: Hashable, make: Callable[[], E], begin: Callable[[E], None], room: int
+    ) -> tuple[E, Callable[[], None]]:
+        """Return an engine for one caller, and a function that stores it afterwards; see put().
+
+        It is an idle engine with that key, after begin(), or else the result of make().
+        """
+        stamp, idle = self.stamp, self.take(key)
+        if idle is None:
+            engine = make()
+        else:
+            engine = cast("E", idle)
+            begin(engine)
+
+        def keep() -> None:
+            engine.rest()
+            self.put(key, engine, stamp, room)
+
+        return engine, keep
 
     def take(self, key: Hashable) -> Engine | None:
         """Remove and return an idle engine with that key, or return None."""

@@ -188,14 +188,7 @@ def plans(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> list[
 
 
 def cost(
-    kernel: Kernel,
-    plan: Plan,
-    m: int,
-    n: int,
-    k: int,
-    multiprocessors: int,
-    *,
-    adds: bool = False,
+    kernel: Kernel, plan: Plan, m: int, n: int, k: int, multiprocessors: int, *, adds: bool = False
 ) -> float:
     """Estimate the microseconds of a product.
 
@@ -313,21 +306,21 @@ class Product:
 
     def hidden(self, x: Activation) -> Activation:
         """Return self(x, gelu=True), for another product."""
-        y = self._packed(x) if self.packs else self._empty(x)
+        y = self._empty_activation(x)
         self._launch(x, y, GELU)
         return y
 
     def add_and_norm(self, residual: Tensor, x: Activation, norm: nn.LayerNorm) -> Activation:
         """Return self.add_to(residual, x, norm), for another product."""
-        y = self._packed(x) if self.packs else self._empty(x)
+        y = self._empty_activation(x)
         self._launch(x, y, RESIDUAL, residual, norm)
         return y
 
     def _empty(self, x: Activation) -> Tensor:
         return self.bias.new_empty(_rows(x), self.shape[1])
 
-    def _packed(self, x: Activation) -> Packed:
-        return Packed.empty(_rows(x), self.shape[1], self.bias)
+    def _empty_activation(self, x: Activation) -> Activation:
+        return Packed.empty(_rows(x), self.shape[1], self.bias) if self.packs else self._empty(x)
 
     @property
     def packs(self) -> bool:

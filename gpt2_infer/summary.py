@@ -1,4 +1,4 @@
-"""What a run of generate() was and how long it took, for programs and in words."""
+"""The report on a run of generate(): what ran and how long it took, as fields and as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from attention_kernels.contract import dtype_name
-from attention_kernels.ladder import is_prebuilt
 from gpt2_infer.generation import Generation
 from gpt2_infer.model import GPT2
 
@@ -36,7 +35,6 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
         "finish_reasons": result.finish_reasons,
         "load_s": round(load_s, 4),
         "emulated_backends": emulated,
-        "prebuilt_backends": [n for n, x in specs.items() if n and on_cuda and is_prebuilt(x)],
     }
     if on_cuda:
         report["peak_memory_bytes"] = torch.cuda.max_memory_allocated(model.device)

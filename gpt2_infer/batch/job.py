@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -30,7 +30,7 @@ from gpt2_infer.batch import folder, formats
 from gpt2_infer.batch.formats import InputRow
 from gpt2_infer.checkpoint import Checkpoint, open_checkpoint, resolve_device
 from gpt2_infer.config import GPT2Config, ProductsName
-from gpt2_infer.engines.continuous import Completion, Continuous
+from gpt2_infer.engines.continuous import Completion, Continuous, Result
 from gpt2_infer.errors import RequestError, check_integer
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import Request
@@ -69,6 +69,8 @@ class Settings:
     """Rows per batch; None for 32 on a CPU, and on a GPU what its memory holds, up to 512."""
 
     def __post_init__(self) -> None:
+        if self.format not in get_args(Format):
+            raise RequestError(f"format must be jsonl or parquet, not {self.format!r}")
         check_integer("part-rows", self.part_rows, 1)
         if self.batch_size is not None:
             check_integer("batch-size", self.batch_size, 1, LARGEST_BATCH)
@@ -222,7 +224,7 @@ def _count(inputs: Sequence[Path]) -> int:
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what identifies the weights: digests, or the commit on the hub."""
+    """Return the digests of the weights, or their commit on the hub; nothing for random ones."""
     if checkpoint.random_weights:
         return ()
     if checkpoint.hub_id is not None:
@@ -286,9 +288,7 @@ def _complete(
             parts[number].write([written[row.index] for row in part_rows])
 
 
-def _results(
-    settings: Settings, engine: Continuous, rows: dict[int, InputRow]
-) -> Iterator[tuple[int, Completion | str]]:
+def _results(settings: Settings, engine: Continuous, rows: dict[int, InputRow]) -> Iterator[Result]:
     """Yield each row's completion, or the reason why it failed, by index and in any order."""
     requests = []
     for index, row in rows.items():

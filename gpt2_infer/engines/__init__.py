@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 from gpt2_infer.engines.base import Engine, room
 from gpt2_infer.engines.cached import Cached
@@ -31,26 +30,20 @@ def make_engine(model: GPT2, request: Request) -> Engine:
 def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], None]]:
     """Return an engine, cached by an earlier call if possible, and a function that caches it.
 
-    Until it is cached again, no other call gets it. Eager engines and those of a CPU, which are
-    made quickly, are not cached. Raises what make_engine() raises.
+    Eager engines and those of a CPU, which are made quickly, are not cached. Raises what
+    make_engine() raises.
     """
     kind, name = _choose(model, request)
-    if name == "eager" or not room(model.device):
-        return _make(model, request, kind, name), lambda: None
-    prepared, key = model.prepared, kind.shape(model, request, name)
-    stamp, kept = prepared.stamp, prepared.take(key)
-    if kept is None:
-        engine = _make(model, request, kind, name)
-    else:
-        engine = cast("Engine", kept)
+
+    def make() -> Engine:
+        return _make(model, request, kind, name)
+
+    def begin(engine: Engine) -> None:
         engine.clear()
         engine.begin(model, request)
 
-    def keep() -> None:
-        engine.rest()
-        prepared.put(key, engine, stamp, room(engine.device))
-
-    return engine, keep
+    most = 0 if name == "eager" else room(model.device)
+    return model.prepared.lend(kind.shape(model, request, name), make, begin, most)
 
 
 def _make(model: GPT2, request: Request, kind: type[Engine], name: EngineName) -> Engine:

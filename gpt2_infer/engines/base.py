@@ -183,14 +183,9 @@ def length_step(name: EngineName, device: torch.device) -> int:
     return CPU_LENGTH_STEP if device.type == "cpu" else 1
 
 
-def round_up(length: int, step: int) -> int:
-    """Return the length rounded up to a multiple of step."""
-    return -(-length // step) * step
-
-
 def padded_length(length: int, step: int, config: GPT2Config) -> int:
     """Return the length rounded up to a multiple of step, or n_positions if that is less."""
-    return min(round_up(length, step), config.n_positions)
+    return min(-(-length // step) * step, config.n_positions)
 
 
 def weights_by_rows(model: GPT2) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,12 @@ class Completion:
     """The backend that computed attention over the prompt."""
 
 
+Member = tuple[int, Request]
+"""A request and the key that identifies it."""
+Result = tuple[int, Completion | str]
+"""A request's key, and its completion or the reason why it failed."""
+
+
 @dataclass(frozen=True)
 class _Ended:
     """A row that has ended, without its text, which takes the host longest."""
@@ -66,7 +72,7 @@ class _Ended:
 class _Rows:
     """The rows of a run: which slot each has, and the tokens that the host has read so far."""
 
-    def __init__(self, members: Sequence[tuple[int, Request]], batch: int) -> None:
+    def __init__(self, members: Sequence[Member], batch: int) -> None:
         self.members, self.new_tokens = members, members[0][1].max_new_tokens
         # By slot, after all enqueued work: the row, or -1, and its number of tokens. A row leaves
         # when its last token is enqueued, before that token has been read.
@@ -182,8 +188,6 @@ class Continuous:
     """
 
     def __init__(self, model: GPT2, *, batch: int, engine: str = "auto") -> None:
-        if batch < 1:
-            raise RequestError(f"batch-size must be 1 or more, not {batch}")
         model = model.for_rows(batch)
         can_capture = model.device.type == "cuda" and model.decode_attention.cuda_graphs
         if engine not in ("auto", "eager", "graph"):
@@ -199,9 +203,7 @@ class Continuous:
         self.set_up_s = 0.0
         """Seconds in which the last run() allocated caches and captured graphs."""
 
-    def run(
-        self, requests: Sequence[tuple[int, Request]]
-    ) -> Iterator[tuple[int, Completion | str]]:
+    def run(self, requests: Sequence[Member]) -> Iterator[Result]:
         """Yield each request's key with its completion, or the reason why it failed, in any order.
 
         Each request has one prompt; all have the same max_new_tokens, and the same sampling except
@@ -216,9 +218,7 @@ class Continuous:
                 return
             yield result
 
-    def _run(
-        self, requests: Sequence[tuple[int, Request]]
-    ) -> Iterator[tuple[int, Completion | str]]:
+    def _run(self, requests: Sequence[Member]) -> Iterator[Result]:
         self.set_up_s = 0.0
         by_length = sorted(requests, key=lambda member: self._padded(member[1]))
         if self.model.decode_attention.version is not None:
@@ -230,9 +230,7 @@ class Continuous:
         for members in buckets.values():
             yield from self._run_apart(members)
 
-    def _run_apart(
-        self, members: Sequence[tuple[int, Request]]
-    ) -> Iterator[tuple[int, Completion | str]]:
+    def _run_apart(self, members: Sequence[Member]) -> Iterator[Result]:
         """Run rows, sorted by length; if a backend raises, halve the rest of them, down to one."""
         left = dict(members)
         try:
@@ -258,9 +256,7 @@ class Continuous:
             padded *= 2
         return min(padded, self.model.config.n_positions)
 
-    def _run_together(
-        self, members: Sequence[tuple[int, Request]]
-    ) -> Iterator[tuple[int, Completion | str]]:
+    def _run_together(self, members: Sequence[Member]) -> Iterator[Result]:
         if not members:
             return
         lengths = [self._padded(request) for _, request in members]
@@ -271,7 +267,7 @@ class Continuous:
         waiting = deque(range(len(members)))
         work, least, ended = deque[Work](), slots.group, deque[_Ended]()
 
-        def result() -> tuple[int, Completion | str]:
+        def result() -> Result:
             done = ended.popleft()
             return members[done.row][0], rows.result(done, slots.backend(lengths[done.row]))
 
@@ -309,21 +305,16 @@ class Continuous:
         """Return slots, kept from an earlier run if possible, and a function that keeps them."""
         model = self.model
         capacity = min(longest + request.max_new_tokens, model.config.n_positions)
-        key = Slots.key(model, request, self.batch, capacity, self.engine)
-        prepared = model.prepared
-        stamp, kept = prepared.stamp, prepared.take(key)
-        if kept is not None:
-            slots = cast("Slots", kept)
+        shape = model, request, self.batch, capacity, self.engine
+        most = room(model.device) if self.engine == "graph" else 0
+
+        def make() -> Slots:
+            return Slots(*shape)
+
+        def begin(slots: Slots) -> None:
             slots.begin(model, request)
-        else:
-            slots = Slots(model, request, self.batch, capacity, self.engine)
 
-        def keep() -> None:
-            slots.rest()
-            if self.engine == "graph":
-                prepared.put(key, slots, stamp, room(model.device))
-
-        return slots, keep
+        return model.prepared.lend(Slots.key(*shape), make, begin, most)
 
 
 def _next_group(

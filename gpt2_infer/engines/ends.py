@@ -1,4 +1,4 @@
-"""What our own forward pass runs before its first product and after its last."""
+"""The two ends of our own forward pass: before its first product and after its last."""
 
 from __future__ import annotations
 
@@ -115,12 +115,7 @@ class Ends:
         return self.last_logits
 
     def choose(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        newest: Tensor,
-        *,
-        check_finite: bool,
+        self, tokens: Tensor, lengths: Tensor, newest: Tensor, *, check_finite: bool
     ) -> None:
         """Append each row's most likely token by logits(), or -1 if the largest is not finite.
 

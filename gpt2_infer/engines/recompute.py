@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import BackendSpec
-from gpt2_infer.engines.base import Engine, kernel_refusals, round_up, uncaptured
+from gpt2_infer.engines.base import Engine, kernel_refusals, padded_length, uncaptured
 from gpt2_infer.engines.ends import Ends
 from gpt2_infer.model import GPT2, Block, KVCache
 from gpt2_infer.product import MAX_NORM, Activation
@@ -59,7 +59,7 @@ class Recompute(Engine):
 
     def padded(self, length: int) -> int:
         """Return the padded length at which a prefix runs."""
-        return min(round_up(length, self.length_step), self.capacity)
+        return padded_length(length, self.length_step, self.model.config)
 
     def run(self, length: int) -> None:
         """Run the first `length` positions and accept a token."""

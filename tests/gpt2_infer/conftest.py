@@ -1,4 +1,4 @@
-"""What all tests of the application need."""
+"""A fixture for all tests of the application."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def undisturbed(busy_machine: None) -> None:
-    """Other tests must not fail a backend's timing; that is the judge's tests' business."""
+    """Let no load from other tests fail a backend's timing; the judge has tests of its own."""

@@ -105,10 +105,6 @@ def test_nan_is_a_bug_of_one_layer_and_the_json_stays_json(add, capsys):
     assert value["b"]["margin"] is value["b"]["logits_error"] is value["logits_difference"] is None
     assert value["b"]["faults"][1] == "its logits are not finite"
     assert value["a"]["faults"] == []
-    status, out, _ = run(capsys, "diverge", PLAIN, "wrong", *DEMO)
-    assert status == 1
-    assert "B: the first layer over its budget: layer 3, head 2, row 4: the output is not" in out
-    assert out.splitlines()[-1] == "bug in B: WRONG"
 
 
 def test_equal_texts_clear_no_backend(add, demo):
@@ -117,9 +113,7 @@ def test_equal_texts_clear_no_backend(add, demo):
 
     result = compare(demo, add("WRONG", changed(slightly)), PLAIN)
     assert (result.verdict, result.step) == ("bug in A", None)
-    text = str(result)
-    assert "the texts are equal\nstep 15 is examined, the token at position 22\n" in text
-    assert "attention first exceeds its budget in layer 0, head 3, row 5: error 1.0" in text
+    assert "attention first exceeds its budget in layer 0, head 3, row 5: error 1.0" in str(result)
 
 
 def test_a_kernel_that_overwrites_its_inputs_is_the_one_to_blame(demo, add):
@@ -198,39 +192,12 @@ def test_the_row_that_diverges_first_is_examined(demo):
     assert found.a.margin == pytest.approx(alone.a.margin, rel=1e-3)
 
 
-@pytest.mark.parametrize("upcast", [False, True])
-def test_half_precision_texts_diverge_by_rounding_alone(upcast, save_checkpoint):
-    folder, _ = save_checkpoint(reorder_and_upcast_attn=upcast, n_layer=3)
-    model = GPT2.from_pretrained(str(folder), device="cpu", dtype=torch.bfloat16)
-    result = diverge(model, PLAIN, "PYTORCH_SDPA_FLASH_ATTENTION", [1, 2, 3], max_new_tokens=32)
-    assert result.verdict == ("equal" if result.step is None else "tie")
-    assert (result.a.place.budget < 1e-4) == upcast  # attention is judged in float32
-
-
 @pytest.mark.parametrize("name", [PLAIN, "eager"])
 def test_a_model_without_finite_numbers_gives_no_verdict(name, save_checkpoint):
     folder, _ = save_checkpoint()
     rewrite(folder, lambda tensors: {name: x * math.nan for name, x in tensors.items()})
     with pytest.raises(RequestError, match="NaN, infinity or only zeros in the logits"):
         compare(GPT2.from_pretrained(str(folder), device="cpu"), name, name, max_new_tokens=2)
-
-
-def test_a_float64_model_is_refused():
-    with pytest.raises(RequestError, match="no finer reference"):
-        compare(GPT2.from_pretrained("demo", device="cpu", dtype=torch.float64), PLAIN, PLAIN)
-
-
-def test_an_emulated_kernel_writes_plain_pytorchs_text(demo):
-    name = "CUSTOM_CUDA_VERSION_12"
-    if reason := get_backend(name).unavailable_reason("cpu"):
-        pytest.skip(reason)
-    result = compare(demo, name.lower(), PLAIN, max_new_tokens=5)
-    assert result.verdict == "equal"
-    text = " ".join(str(result).split())
-    assert "cpu, float32, recompute, 7 prompt tokens and 5 new ones" in text
-    assert f"A {name} (emulated on the CPU)" in text
-    assert "not tested: more than 11 tokens at once, that is, anything beyond the" in text
-    assert text.endswith(f" the first tile of 64 keys of {name} equal")
 
 
 ROOT = Path(__file__).parents[2]
@@ -255,24 +222,6 @@ def test_the_readmes_example_finds_the_kernel_that_the_readme_breaks(tmp_path, d
     short = diverge(demo, spec, PLAIN, ids, max_new_tokens=1)
     assert short.verdict == "equal"
     assert short.untried.endswith("anything beyond the first tile of 32 keys of V01_MINE")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([PLAIN, "PYTORCH_SDPA_CUDNN_ATTENTION"], "is not available here"),
-        ([PLAIN, "ONLY", "--dtype", "bfloat16"], "dtype bfloat16 (it takes float32)"),
-        (["eager", PLAIN], "eager is an engine: diverge compares two of a kind"),
-        (["eager", "graph"], "the graph engine does not support this: it needs a CUDA device"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, add):
-    add("ONLY", naive_attention)
-    status, out, err = run(capsys, "diverge", *arguments[:2], *DEMO, *arguments[2:])
-    assert (status, out) == (2, "")
-    assert err.startswith("gpt2-infer: error: ")
-    assert err.count("\n") == 1
-    assert words in err
 
 
 @pytest.mark.gpu

@@ -60,16 +60,7 @@ def compare(model, **options):
     )
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "h.2.mlp.c_proj.bias",
-        "h.2.attn.c_attn.bias",
-        "h.4.attn.c_attn.bias",
-        "h.5.mlp.c_proj.bias",
-        "ln_f.bias",
-    ],
-)
+@pytest.mark.parametrize("path", ["h.2.attn.c_attn.bias", "h.5.mlp.c_proj.bias", "ln_f.bias"])
 def test_the_step_of_a_wrong_weight_is_named(demo, break_second, path):
     break_second(lambda model: model.get_parameter(path)[::3].add_(0.1))
     result = compare(demo)
@@ -113,15 +104,6 @@ def test_a_token_that_is_not_the_most_likely_is_a_fault(demo, break_second):
     assert (result.step, result.position) == (2, len(PROMPT) + 2)
     assert "rounding does not explain its token" in result.b.faults[0]
     assert result.verdict == "bug in B"
-
-
-@pytest.mark.parametrize("mode", ["kv-cache", "recompute"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_engine_is_equal_to_itself(dtype, mode):
-    result = compare(GPT2.from_pretrained("demo", device="cpu", dtype=dtype), mode=mode)
-    assert (result.verdict, result.step) == ("equal", None)
-    assert result.a == result.b
-    assert 0 < result.a.logits_error < result.a.logits_budget
 
 
 def test_the_reference_of_a_model_that_upcasts_is_float64(save_checkpoint):

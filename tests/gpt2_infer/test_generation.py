@@ -69,9 +69,7 @@ def test_the_parts_of_a_call_are_timed(mode, demo, monkeypatch):
     assert (done.warm_up_s, done.prefill_s, done.generation_s) == (1.0, 1.0, 2.0)
     assert (done.new_tokens, done.tokens_per_second) == (8, 4.0)
     watched = generate(demo, "Once", max_new_tokens=5, mode=mode, stop="no such text")
-    assert (watched.intervals_s, watched.marks_s) == ([1.0] * 4, [])
-    long = generate(demo, "Once", max_new_tokens=129, mode="kv-cache", ignore_eos=True)
-    assert (long.intervals_s, long.marks_s) == ([], [2.0, 3.0])  # every 64th token
+    assert (done.intervals_s, watched.intervals_s) == ([], [1.0] * 4)
 
 
 @pytest.mark.parametrize("engine", ["recompute", "kv-cache", "fused", "batch"])
@@ -158,19 +156,12 @@ def test_logits_that_are_not_finite_end_generation(sampling, watched, device, cl
         generate(model, [[5, 6, 7]], mode="kv-cache", **options)
 
 
-def test_an_empty_prompt_is_the_start_of_a_document(demo):
-    empty = generate(demo, "", max_new_tokens=10)
-    assert empty.prompts == [[8191]]
-    assert empty.tokens == generate(demo, "<|endoftext|>", max_new_tokens=10).tokens
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"prompts": []}, "there is no prompt"),
         ({"prompts": [[8192]]}, "outside the vocabulary of 8192"),
         ({"max_new_tokens": 0}, "max-new-tokens must be an integer of 1 or more, not 0"),
-        ({"max_new_tokens": 1025}, "need 1025 positions, but this model has 1024"),
         ({"mode": "magic"}, "mode must be one of recompute, kv-cache"),
         ({"stop": [""]}, "stop strings must be non-empty texts"),
         ({"prompts": [1, 2]}, "a text or a list of token ids: 'int' object is not iterable"),

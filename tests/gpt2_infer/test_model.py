@@ -60,17 +60,6 @@ def test_logits_to_keep_is_as_in_transformers(save_checkpoint):
         torch.testing.assert_close(ours(tokens, logits_to_keep=keep), expected, atol=1e-4, rtol=0)
 
 
-def test_padding_on_the_right_changes_nothing(save_checkpoint):
-    folder, _ = save_checkpoint(vocab_size=50)
-    model = GPT2.from_pretrained(str(folder), device="cpu")
-    tokens = torch.randint(0, 50, (3, 12))
-    seqlens = torch.tensor([1, 7, 12])
-    got = model(tokens, seqlens=seqlens)
-    for row, length in enumerate(seqlens.tolist()):
-        alone = model(tokens[row : row + 1, :length])
-        assert torch.allclose(got[row], alone[0], atol=1e-5)
-
-
 def test_invalid_calls_are_refused(save_checkpoint):
     folder, _ = save_checkpoint(vocab_size=50)
     model = GPT2.from_pretrained(str(folder), device="cpu")

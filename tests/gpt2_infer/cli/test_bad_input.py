@@ -14,6 +14,7 @@ from tests.gpt2_infer.bench.common import add, naive_attention
 from tests.gpt2_infer.cli.program import run, unless
 
 KERNEL = "compare --out TMP/r.json --task kernel --device cpu --seqlens 8"
+DIVERGE = "diverge NAIVE_PYTORCH --model demo --device cpu"
 REFUSED = [  # without a command, options of generate
     ("nonsense", "Unused Tokens: ['nonsense']"),
     ("--model", "--model requires an argument"),
@@ -40,6 +41,9 @@ REFUSED = [  # without a command, options of generate
     ("--seed 3", "--seed needs a temperature above 0"),
     ("--prompt a\udcff", "the prompt is not valid text"),
     ("verify naive", "unknown attention backend 'naive'"),
+    (f"{DIVERGE} PYTORCH_SDPA_CUDNN_ATTENTION", "is not available here"),
+    (f"{DIVERGE} ONLY_FLOAT32 --dtype bfloat16", "dtype bfloat16 (it takes float32)"),
+    (f"{DIVERGE} eager", "eager is an engine: diverge compares two of a kind"),
     ("verify custom-cuda-version-1 --dtypes float64 --device cpu", "dtype float64 (it takes"),
     ("perplexity --model demo --max-tokens 1", "the text has fewer than two tokens to predict"),
     ("batch TMP/fifo.jsonl --model demo --out TMP/out", "Not a regular file"),

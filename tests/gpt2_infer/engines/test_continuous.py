@@ -8,7 +8,7 @@ import torch
 
 from attention_kernels import get_backend
 from attention_kernels.judge.truth import naive_attention
-from gpt2_infer import GPT2, RequestError, Sampling, generate
+from gpt2_infer import GPT2, Sampling, generate
 from gpt2_infer.engines import continuous, slots
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.generation import run
@@ -56,18 +56,20 @@ def test_rows_equal_rows_run_alone(device, sampling, fields, ahead, monkeypatch)
         assert {one.finish_reason for one in done.values()} == {"length", "stop"}
 
 
-def same_in_any_batch(model):
-    requests = make_requests(model, 16)
-    done = dict(Continuous(model, batch=8).run(requests))
+def check_any_batch(model, requests, batch):
+    """Check that each row's completion is the same in any batch; return the completions."""
+    done = dict(Continuous(model, batch=batch).run(requests))
     random.Random(1).shuffle(requests)
     for some in (requests[:1], requests[:7], requests):
-        again = dict(Continuous(model, batch=8).run(some))
+        again = dict(Continuous(model, batch=batch).run(some))
         assert again == {i: done[i] for i, _ in some}
+    return done
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_are_bitwise_equal_in_any_batch(device):
-    same_in_any_batch(make_model(device))
+    model = make_model(device)
+    check_any_batch(model, make_requests(model, 16), 8)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLING])
@@ -94,7 +96,8 @@ def test_a_second_run_prepares_nothing_and_gives_the_same(sampling, monkeypatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_with_unaligned_logits_do_not_depend_on_the_batch(dtype):
-    same_in_any_batch(published("gpt2", dtype))
+    model = published("gpt2", dtype)
+    check_any_batch(model, make_requests(model, 16), 8)
 
 
 def test_logprob_is_that_of_the_tokens_in_the_models_own_distribution(demo):
@@ -141,13 +144,3 @@ def test_an_alias_is_resolved_by_row_length(clean_registry):
         is_short = len(request.rows[0]) <= 16
         assert done[i].backend == ("PYTORCH_SDPA_MATH" if is_short else "NAIVE_PYTORCH")
     assert len({one.backend for one in done.values()}) == 2
-
-
-def test_unsupported_settings_are_refused(demo):
-    for fields, message in (
-        ({"batch": 0}, "batch-size must be 1 or more, not 0"),
-        ({"batch": 1, "engine": "fused"}, "eager or the graph engine, not in 'fused'"),
-        ({"batch": 1, "engine": "graph"}, "the graph engine needs a CUDA device"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            Continuous(demo, **fields)

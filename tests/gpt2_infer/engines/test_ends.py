@@ -1,4 +1,4 @@
-"""What runs before and after a forward pass's products, emulated on the CPU."""
+"""The two ends of our own forward pass, emulated on the CPU."""
 
 from __future__ import annotations
 

@@ -183,27 +183,6 @@ def test_a_row_does_not_depend_on_the_others_and_nothing_races(
     assert torch.equal(logits[-1], alone.logits[0])
 
 
-@pytest.mark.parametrize(
-    ("width", "dtype", "most_rows", "portable_most_rows"),
-    [
-        (768, torch.float32, 4, 8),
-        (1024, torch.float32, 0, 4),  # FC2 takes 128 KB
-        (768, torch.bfloat16, 8, 8),
-        (1280, torch.float16, 8, 8),
-        (1600, torch.bfloat16, 0, 8),  # FC2 takes 100 KB
-        (1600, torch.float32, 0, 0),
-    ],
-)
-def test_what_fits_in_99_kb(width, dtype, most_rows, portable_most_rows):
-    """A block has 99 KB of shared memory on RTX 40 and 50."""
-    config = GPT2Config(n_embd=width, n_head=width // 64)
-    for is_portable, most in ((False, most_rows), (True, portable_most_rows)):
-        shape = StepShape(config, dtype, 1, 128, 99 * 1024, is_portable=is_portable)
-        shapes = [dataclasses.replace(shape, batch=batch) for batch in (1, 2, 4, 8)]
-        assert [not shape.refusals for shape in shapes] == [shape.batch <= most for shape in shapes]
-        assert len({tuple(shape.products.values()) for shape in shapes}) == 1  # packed once
-
-
 LAYERS = fused.SOURCE.with_name("layers_at_once.cuh")
 WAITS = [
     (" product(const StepParams p", "ptx::wait_for_previous();"),
