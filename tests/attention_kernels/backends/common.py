@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from attention_kernels import BackendSpec, ladder, list_backends
-from attention_kernels.judge.cases import SCALES, Case
 from attention_kernels.ladder import header
 from tests.conftest import usable, version_file
 
@@ -38,35 +36,9 @@ QUICK = {
 EMULATED = [one for one in ladder.versions().items() if not one[1].is_host]
 # The last version of each ladder for each precision, and for each need of a single architecture.
 NEWEST = {(v.path.parent, v.precision, v.needs_exactly): name for name, v in EMULATED}.values()
-# To build one takes a second or two, so only the GPU suite, whose machine has more cores, emulates
-# the others; it has their CUDA builds, too.
+# Building one takes a second or two, so the others are emulated only by the GPU suite,
+# whose machine has more cores.
 OLDER = {name for name, _ in EMULATED} - {*NEWEST}
-
-LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
-
-
-def fixed_cases(
-    head_dims: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    *,
-    lengths: tuple[int, ...] = LENGTHS,
-    seed: int = 0,
-) -> Iterator[Case]:
-    """Yield every length with every head_dim and, up to length 200, every scale.
-
-    Lengths up to 200 are also tried with a batch of 3, full attention and a softmax_scale.
-    """
-    for at, seqlen in enumerate(lengths):
-        for nth, head_dim in enumerate(head_dims):
-            if seqlen > 200:  # the scales take turns
-                yield Case(seqlen, head_dim, SCALES[(at + nth) % 3], dtype=dtype, seed=seed)
-                continue
-            for scale in SCALES:
-                yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
-            heads = 12 if seqlen == 33 else 3  # GPT-2's number, once
-            yield Case(seqlen, head_dim, batch=3, num_heads=heads, dtype=dtype, seed=seed)
-            yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
-            yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
 
 
 def for_each(names: list[str]) -> pytest.MarkDecorator:
@@ -79,13 +51,13 @@ def for_each(names: list[str]) -> pytest.MarkDecorator:
 
 
 def dtype_of(spec: BackendSpec) -> torch.dtype:
-    """Return the dtype of an attention kernel's version file, which takes only one."""
+    """Return the only dtype that an attention kernel's version file takes."""
     (name,) = spec.dtypes
     return getattr(torch, name)
 
 
 def spec_of(version: header.VersionHeader) -> BackendSpec:
-    """Return a backend for a version file that is in no ladder."""
+    """Return a backend for a version file outside every ladder."""
     return ladder.backend(f"TEST_{version.op.upper()}", "test", version)
 
 

@@ -179,20 +179,6 @@ def test_a_careless_file_does_no_harm(tmp_path):
         ladder.resolve(str(less)).attention(q, q, q)
 
 
-def test_grouped_queries_copy_no_keys():
-    """An op gets the memory of k and v, with a stride of 0 between heads."""
-    cache = torch.randn(2, 2, 2, 9, 32)  # heads before positions, as in transformers
-    k, v = cache.transpose(2, 3)
-    qkv = torch.randn(1, 9, 10, 32)  # one row of a fused projection
-    for memory, inputs in (
-        (cache, (torch.randn(2, 1, 6, 32), k, v)),
-        (qkv, qkv.split((6, 2, 2), 2)),
-    ):
-        for x in op._by_key_head(*inputs)[1:]:
-            assert (x.shape[2:], x.stride(2)) == ((3, 32), 0)
-            assert x.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-
-
 class EarlyParams(ctypes.Structure):
     _fields_ = (("value", ctypes.c_void_p), ("seen", ctypes.c_void_p), ("reads", ctypes.c_int))
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 
 import pytest
 import torch
 
 from attention_kernels.inspection.sass import predict
+from attention_kernels.judge import suite
 from gpt2_infer.cli import COMMANDS
 from tests.gpt2_infer.bench.common import add, naive_attention
 from tests.gpt2_infer.cli.program import run, unless
 
 KERNEL = "compare --out TMP/r.json --task kernel --device cpu --seqlens 8"
+EXPORT = "export CUSTOM_CUDA_VERSION_1 --out"
 REFUSED = [  # without a command, options of generate
     ("nonsense", "Unused Tokens: ['nonsense']"),
     ("--model", "--model requires an argument"),
@@ -50,6 +53,24 @@ REFUSED = [  # without a command, options of generate
     ("kernels CUSTOM_CUDA_VERSION_1 --family all", "--family selects a whole ladder"),
     ("kernels --family fp16", "no ladder named fp16, only fp32, "),
     ("compare --out TMP/r.json --seqlens 8", "--seqlens is not for --task generation"),
+    (f"{EXPORT} TMP", "exists, and nothing is overwritten"),
+    (f"{EXPORT} TMP/Fast", "must be lower-case words"),
+    (f"{EXPORT} TMP/1st", "must be lower-case words"),
+    (f"{EXPORT} TMP/torch", "Python has a module torch already"),
+    ("predict x.cubin --grid 1", "--kernel requires an argument"),
+    ("predict x.cubin --kernel k --grid 1", "--block requires an argument"),
+    (
+        "predict x.cubin --kernel k --grid 1 --block 1 --head-dim 64",
+        "not the shape of an attention",
+    ),
+    ("predict CUSTOM_CUDA_VERSION_12 --dtype float16", "dtype float16 (it takes float32)"),
+    (
+        "predict x --dtype none",
+        'Invalid value "none" for --dtype',
+    ),  # Cyclopts would read these words as None
+    ("batch x --out TMP/out --shard none", "--shard: must be a shard such as 0/4, not 'none'"),
+    ("verify x --device NULL", 'Invalid value "NULL" for --device'),
+    ("--seed NULL", "--seed: must be an integer from 0 to 2^63 - 1, not 'NULL'"),
     (f"{KERNEL} --model demo", "--model is not for --task kernel"),
     (f"{KERNEL} --families nvidia", "no family named nvidia"),
     (f"{KERNEL} --dtypes float16 --backends ONLY_FLOAT32", "takes float32, not float16"),
@@ -61,6 +82,7 @@ REFUSED = [  # without a command, options of generate
 def test_bad_input_is_one_line(words, complaint, capsys, tmp_path, monkeypatch, clean_registry):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(predict, "predict", None)  # bad input is refused first
+    monkeypatch.setattr(suite, "checks_of", None)
     add("ONLY_FLOAT32", naive_attention)
     (tmp_path / "latin1").write_bytes(b"caf\xe9")
     (tmp_path / "empty").write_bytes(b"\n \n")
@@ -72,3 +94,25 @@ def test_bad_input_is_one_line(words, complaint, capsys, tmp_path, monkeypatch, 
     assert err.startswith("gpt2-infer: error: ")
     assert complaint.replace("TMP", str(tmp_path)) in err
     assert not [*tmp_path.glob("r.json*")]
+
+
+NUMBERS = (
+    *("--max-new-tokens", "--top-k", "--seed", "batch x --out y --workers", "verify x --timeout"),
+    *("compare --out y --rounds", "compare --out y --seqlens", "predict x --shared"),
+)
+
+
+@pytest.mark.parametrize(
+    "value", ["x", "", "nan", "inf", "-1", "0", "1.5", "1e400", "9" * 30, "9" * 5000]
+)
+@pytest.mark.parametrize("option", NUMBERS)
+def test_a_number_out_of_range_is_refused_before_any_work(option, value, capsys):
+    *words, name = option.split()
+    if value == "0" and name in ("--top-k", "--seed", "--shared"):
+        return
+    if value == "1.5" and name == "--timeout":
+        return
+    status, _, err = run(capsys, *words, f"{name}={value}")
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(rf"{name}: must be a|Parameter {name} requires", err), err
+    assert len(err) < 250
