@@ -55,7 +55,6 @@ REFUSED = [  # without a command, options of generate
     ("compare --out TMP/r.json --seqlens 8", "--seqlens is not for --task generation"),
     (f"{EXPORT} TMP", "exists, and nothing is overwritten"),
     (f"{EXPORT} TMP/Fast", "must be lower-case words"),
-    (f"{EXPORT} TMP/1st", "must be lower-case words"),
     (f"{EXPORT} TMP/torch", "Python has a module torch already"),
     ("predict x.cubin --grid 1", "--kernel requires an argument"),
     ("predict x.cubin --kernel k --grid 1", "--block requires an argument"),
@@ -64,13 +63,16 @@ REFUSED = [  # without a command, options of generate
         "not the shape of an attention",
     ),
     ("predict CUSTOM_CUDA_VERSION_12 --dtype float16", "dtype float16 (it takes float32)"),
-    (
-        "predict x --dtype none",
-        'Invalid value "none" for --dtype',
-    ),  # Cyclopts would read these words as None
+    # Cyclopts would read these words as None, the default.
+    ("predict x --dtype none", 'Invalid value "none" for --dtype'),
     ("batch x --out TMP/out --shard none", "--shard: must be a shard such as 0/4, not 'none'"),
     ("verify x --device NULL", 'Invalid value "NULL" for --device'),
     ("--seed NULL", "--seed: must be an integer from 0 to 2^63 - 1, not 'NULL'"),
+    ("report", "nothing to report"),
+    ("report NAIVE_PYTORCH", "no version file"),
+    ("report CUSTOM_CUDA_VERSION_2 --gpu v100", "v100"),
+    ("report CUSTOM_CUDA_VERSION_2 r.json", "unknown attention backend 'r.json'"),
+    ("report CUSTOM_CUDA_VERSION_2 --out TMP/no/page.html", "there is no folder"),
     (f"{KERNEL} --model demo", "--model is not for --task kernel"),
     (f"{KERNEL} --families nvidia", "no family named nvidia"),
     (f"{KERNEL} --dtypes float16 --backends ONLY_FLOAT32", "takes float32, not float16"),

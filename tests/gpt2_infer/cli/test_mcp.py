@@ -62,7 +62,6 @@ def test_a_program_lists_verifies_and_finds_a_divergence(session):
     async def use(client):
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         assert {"backends", "verify", "accesses", "predict", "kernels", "compare"} < {*tools}
-        assert all(tool.description for tool in tools.values())
         assert all(tool.input_schema["additionalProperties"] is False for tool in tools.values())
         rows = (await client.call_tool("backends", {})).structured_content["result"]
         assert "CUSTOM_CUDA_VERSION_1" in {row["name"] for row in rows}
@@ -88,9 +87,6 @@ def test_a_program_lists_verifies_and_finds_a_divergence(session):
         texts = {"a": "NAIVE_PYTORCH", "b": "PYTORCH_SDPA_MATH", "model": "demo"}
         found = await client.call_tool("diverge", {**texts, "max_new_tokens": 2})
         assert found.structured_content["verdict"] == "equal", found
-        refused = await client.call_tool("diverge", {**texts, "a": "-nothing"})
-        assert refused.is_error
-        assert "unknown attention backend '-nothing'" in refused.content[0].text
 
     session(use)
 
