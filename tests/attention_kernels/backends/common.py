@@ -41,12 +41,11 @@ OLDER = {name for name, _ in EMULATED} - {*NEWEST}
 
 
 def for_each(names: list[str]) -> pytest.MarkDecorator:
-    def mark(name: str) -> pytest.MarkDecorator:
-        return pytest.mark.gpu if name in OLDER else pytest.mark.slow
-
-    return pytest.mark.parametrize(
-        "name", [name if name in QUICK else pytest.param(name, marks=mark(name)) for name in names]
-    )
+    params = []
+    for name in names:
+        mark = pytest.mark.gpu if name in OLDER else pytest.mark.slow
+        params.append(pytest.param(name, marks=[] if name in QUICK else mark))
+    return pytest.mark.parametrize("name", params)
 
 
 def dtype_of(spec: BackendSpec) -> torch.dtype:

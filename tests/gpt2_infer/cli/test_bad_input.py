@@ -24,7 +24,6 @@ REFUSED = [  # without a command, options of generate
     ("--dtype float8", '"float8" for --dtype. Choose from: "float32", "float16", "bfloat16"'),
     ("--device gpu", "device must be cuda or cpu, not 'gpu'"),
     ("batch x --out TMP/out --ray --device cuda:1", "device cuda:1: Ray itself chooses the GPU"),
-    ("accesses", "BACKEND requires an argument"),
     ("predict x.so --kernel k --grid 0 --block 1", "--grid: must be a size X, or X,Y or X,Y,Z"),
     ("batch x --out TMP/out --shard 1", "--shard: must be a shard such as 0/4, not '1'"),
     ("batch x --out TMP/out --shard 0/2 --ray", "--shard and --ray exclude each other"),
@@ -56,7 +55,6 @@ REFUSED = [  # without a command, options of generate
     (f"{EXPORT} TMP", "exists, and nothing is overwritten"),
     (f"{EXPORT} TMP/Fast", "must be lower-case words"),
     (f"{EXPORT} TMP/torch", "Python has a module torch already"),
-    ("predict x.cubin --grid 1", "--kernel requires an argument"),
     ("predict x.cubin --kernel k --grid 1", "--block requires an argument"),
     (
         "predict x.cubin --kernel k --grid 1 --block 1 --head-dim 64",

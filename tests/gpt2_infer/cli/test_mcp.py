@@ -45,7 +45,6 @@ def session():
         ("verify", {"name": "x", "bogus": 1}, "unknown field `bogus`"),
         ("diverge", {"a": "A", "b": "B", "backend": "C"}, "unknown field `backend`"),
         ("predict", {"name": "x", "seqlens": [64, 0]}, r"Expected `int` >= 1 - at `\$.seqlens\[1"),
-        ("predict", {"name": "x", "launch": {"kernel": "k", "grid": [1, 2]}}, "length 3"),
         ("predict", {"name": "x", "dtype": "int8"}, "Invalid enum value 'int8'"),
     ],
 )

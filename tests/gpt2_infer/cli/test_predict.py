@@ -99,9 +99,8 @@ def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned():
     assert found[1:] == pytest.approx((1.011, 1.179, 20))
     assert likely(files, tensor) == ("on", 2.0, 2.0, 20)
     few = file_of("prediction", rows[:10], settings={"gpu": "H200 SXM"})
-    lacking = file_of("prediction", [kernel("A1", [10.0], cell=cell)])
     elsewhere = file_of("prediction", rows, settings={"gpu": "another"})
-    assert likely([few, lacking, elsewhere, timings], plain) is None
+    assert likely([few, elsewhere, timings], plain) is None
 
 
 def test_a_launch_of_any_kernel_is_taken_from_the_options(monkeypatch, capsys):
@@ -114,10 +113,8 @@ def test_a_launch_of_any_kernel_is_taken_from_the_options(monkeypatch, capsys):
     monkeypatch.setattr(predict, "predict_kernel", record)
     command = ["predict", "any.cubin", "--kernel=k", "--block=128", "--grid", "4,12"]
     assert main([*command, "--args", "ptr", "-1", "2.5"]) == 0
-    assert given[0] == {
-        "kernel": "k", "grid": (4, 12, 1), "block": (128, 1, 1), "shared": 0,
-        "args": ("ptr", "-1", "2.5"), "lines": False,
-    }  # fmt: skip
+    sizes = {"grid": (4, 12, 1), "block": (128, 1, 1), "shared": 0}
+    assert given == [{"kernel": "k", **sizes, "args": ("ptr", "-1", "2.5"), "lines": False}]
     shown = capsys.readouterr().out
     assert "k of any.cubin on H200 SXM: 4x12x1 blocks of 128x1x1 threads" in shown
     assert "assumed: FOO is an addition" in shown
@@ -134,12 +131,9 @@ def test_lines_shows_the_worst_ten_lines_and_json_all(monkeypatch, capsys):
     assert main([*COMMAND, "--lines"]) == 0
     text = capsys.readouterr().out
     assert "N=1024, 90.0 us: a warp issues in 25% of its cycles" in text
-    rows = [" ".join(line.split()) for line in text.splitlines() if line.startswith("v12:")]
+    rows = [line.split() for line in text.splitlines() if line.startswith("v12:")]
     assert len(rows) == 10
-    assert rows[:2] == [
-        "v12:158>66 41.0% 76% short scoreboard 24% wait 140 x += y;",
-        "v12:none 1.0% 100% wait line 0",
-    ]
+    assert " ".join(rows[0]) == "v12:158>66 41.0% 76% short scoreboard 24% wait 140 x += y;"
     assert main([*COMMAND, "--lines", "--json"]) == 0
     (value,) = json.loads(capsys.readouterr().out)
     assert (value["time_us"], value["issuing"], len(value["lines"])) == (90.0, 0.25, len(lines))
