@@ -33,12 +33,7 @@ def test_a_shipped_file_says_everything():
         ("x.cu", "\ufeff\n// How?\n//\n// Cost: none\n", "How?", {"cost": "none"}),
         ("decode.cu", "// Role: decode\n", "decode", {"layout": "strided"}),
         # Prose after a field is not part of it.
-        (
-            "y.cu",
-            "// Takes:  float16,\n//   head_dim 64\n// From here on: prose.\n",
-            "y",
-            {"dtype": "float16", "head_dims": (64,)},
-        ),
+        ("y.cu", "// Takes:  float16\n// From here on: prose.\n", "y", {"dtype": "float16"}),
     ],
 )
 def test_a_file_needs_no_header(tmp_path, name, text, title, expected):
@@ -85,23 +80,18 @@ def test_a_header_is_read_field_by_field(read):
     assert [(one.op, one.dtype) for one in version.builds()] == builds
 
 
-PRECISION = "Precision is for versions of float32 and must be one of ieee-fp32, 3xtf32"
-TAKES = "Takes must look like `float16, head_dim 32 64`"
-ERROR = "Error must look like `2x: rounds O in every tile`, at most 4x"
-NEEDS = "Needs must look like `sm_80`"
-
-
 @pytest.mark.parametrize(
     ("added", "words"),
     [
-        ("Takes:  int8", TAKES),
-        ("Takes:  float16, head_dim 64 99999", TAKES),
-        ("Error:  2", ERROR),
-        ("Error:  5x: much", ERROR),
-        ("Needs:  8.0", NEEDS),
-        ("Needs:  sm_99999", NEEDS),
-        ("Precision: best", PRECISION),
-        ("Takes:  float16\n// Precision: 3xtf32", PRECISION),
+        ("Takes:  int8", "Takes must look like"),
+        ("Takes:  float16, head_dim 64 99999", "Takes must look like"),
+        ("Error:  5x: much", "Error must look like"),
+        ("Needs:  sm_99999", "Needs must look like"),
+        ("Precision: best", "Precision is for versions of float32"),
+        (
+            "Takes:  float16\n// Precision: 3xtf32",
+            "Precision is for versions of float32",
+        ),
         ("Role:   train", "Role must be attention, decode or struct, not 'train'"),
         ("Role:   decode", "a decode kernel reads the cache in place"),
         ("Layout: any", "Layout must be contiguous or strided, not 'contiguous any'"),

@@ -56,9 +56,6 @@ def test_the_largest_parts_the_bound_and_the_likely_range_are_shown(capsys, monk
     out, err = capsys.readouterr()
     assert re.search(rf"^1024 +90\.0  shared memory  {largest}$", out, re.M)  # nothing measured
     assert err.startswith("skipped: results/a.json is not a results file")
-    assert main([*COMMAND, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["bound"], found["likely_us"]) == ("shared memory", None)
 
 
 RTX = "NVIDIA GeForce RTX"
