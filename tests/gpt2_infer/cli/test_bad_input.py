@@ -52,6 +52,7 @@ REFUSED = [  # without a command, options of generate
     ("kernels --family fp16", "no ladder named fp16, only fp32, "),
     ("compare --out TMP/r.json --seqlens 8", "--seqlens is not for --task generation"),
     (f"{EXPORT} TMP", "exists, and nothing is overwritten"),
+    (f"{EXPORT} TMP/none/fast-rows", "there is no folder"),
     (f"{EXPORT} TMP/Fast", "must be lower-case words"),
     (f"{EXPORT} TMP/torch", "Python has a module torch already"),
     ("predict x.cubin --kernel k --grid 1", "--block requires an argument"),
@@ -63,7 +64,10 @@ REFUSED = [  # without a command, options of generate
     # Cyclopts would read these words as None, the default.
     ("predict x --dtype none", 'Invalid value "none" for --dtype'),
     ("batch x --out TMP/out --shard none", "--shard: must be a shard such as 0/4, not 'none'"),
-    ("verify x --device NULL", 'Invalid value "NULL" for --device'),
+    (
+        "verify x --device NULL",
+        "--device: must be a device, cuda, cuda:1 or the like, or cpu, not 'NULL'",
+    ),
     ("--seed NULL", "--seed: must be an integer from 0 to 2^63 - 1, not 'NULL'"),
     ("--max-new-tokens 0", "--max-new-tokens: must be a"),
     ("--max-new-tokens nan", "--max-new-tokens: must be a"),
