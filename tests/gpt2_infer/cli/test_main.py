@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from gpt2_infer.cli import COMMANDS, main
+from gpt2_infer.cli.options import see_only
+from gpt2_infer.errors import UnavailableDeviceError
 from tests.conftest import rewrite
 from tests.gpt2_infer.cli.program import DEMO, ROOT, run, unless
 
@@ -95,3 +98,15 @@ def test_a_terminal_need_not_know_every_character(monkeypatch):
 
     assert output_of().startswith("The café ?x? ?")
     assert json.loads(output_of("--json"))["results"][0]["prompt"] == "The café “x” 🦜"
+
+
+def test_a_gpu_by_number_hides_the_others(monkeypatch):
+    name = "CUDA_VISIBLE_DEVICES"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: bool(os.environ[name]))
+    monkeypatch.setenv(name, "5,7")
+    assert see_only("cuda:1") == "cuda"
+    assert os.environ[name] == "7"
+    with pytest.raises(UnavailableDeviceError, match="cuda:1: "):
+        see_only("cuda:1")
+    assert os.environ[name] == "7"

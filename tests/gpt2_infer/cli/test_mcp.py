@@ -45,7 +45,6 @@ def session():
         ("verify", {"name": "x", "bogus": 1}, "unknown field `bogus`"),
         ("diverge", {"a": "A", "b": "B", "backend": "C"}, "unknown field `backend`"),
         ("predict", {"name": "x", "seqlens": [64, 0]}, r"Expected `int` >= 1 - at `\$.seqlens\[1"),
-        ("predict", {"name": "x", "launch": {"kernel": "k", "grid": [1, 2]}}, "length 3"),
         ("predict", {"name": "x", "dtype": "int8"}, "Invalid enum value 'int8'"),
     ],
 )
@@ -62,7 +61,6 @@ def test_a_program_lists_verifies_and_finds_a_divergence(session):
     async def use(client):
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         assert {"backends", "verify", "accesses", "predict", "kernels", "compare"} < {*tools}
-        assert all(tool.description for tool in tools.values())
         assert all(tool.input_schema["additionalProperties"] is False for tool in tools.values())
         rows = (await client.call_tool("backends", {})).structured_content["result"]
         assert "CUSTOM_CUDA_VERSION_1" in {row["name"] for row in rows}
@@ -88,9 +86,6 @@ def test_a_program_lists_verifies_and_finds_a_divergence(session):
         texts = {"a": "NAIVE_PYTORCH", "b": "PYTORCH_SDPA_MATH", "model": "demo"}
         found = await client.call_tool("diverge", {**texts, "max_new_tokens": 2})
         assert found.structured_content["verdict"] == "equal", found
-        refused = await client.call_tool("diverge", {**texts, "a": "-nothing"})
-        assert refused.is_error
-        assert "unknown attention backend '-nothing'" in refused.content[0].text
 
     session(use)
 

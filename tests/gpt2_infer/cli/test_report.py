@@ -11,20 +11,6 @@ from attention_kernels.ladder import compilers
 from tests.gpt2_infer.cli.program import run
 
 
-def test_bad_input_is_refused_before_any_check(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("attention_kernels.judge.suite.verify", None)
-    version = "CUSTOM_CUDA_VERSION_2"
-    for words, reason in (
-        ([], "nothing to report"),
-        (["NAIVE_PYTORCH"], "no version file"),
-        ([version, "--gpu", "v100"], "v100"),
-        ([version, "r.json"], "unknown attention backend 'r.json'"),
-        ([version, "--out", str(tmp_path / "no" / "page.html")], "there is no folder"),
-    ):
-        status, _, err = run(capsys, "report", *words)
-        assert (status, reason in err) == (2, True), err
-
-
 @pytest.mark.skipif(compilers.missing_compiler("emulator") is not None, reason="needs a compiler")
 def test_a_wrong_kernel_has_its_verdict_on_the_page_and_the_exit_status_of_verify(
     monkeypatch, tmp_path, capsys

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from attention_kernels import ladder
-from attention_kernels.judge import suite
 from attention_kernels.judge.suite import Report, verify
 from attention_kernels.judge.truth import naive_attention
-from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder import compilers, header
 from gpt2_infer.bench.verdict import Findings
 from gpt2_infer.cli.verify import text
@@ -51,19 +48,17 @@ def everything_passes(monkeypatch):
     monkeypatch.setattr("attention_kernels.judge.suite.verify", passes)
 
 
-def broken(folder, old, new, name="v08_broken.cu"):
+def broken(folder, old, new):
     """A copy of a right version with one place in it replaced."""
     source = RIGHT.read_text()
     assert source.count(old) == 1
-    (folder / name).write_text(source.replace(old, new))
-    return folder / name
+    file = folder / "v08_broken.cu"
+    file.write_text(source.replace(old, new))
+    return file
 
 
-def test_fewer_shapes_are_tried_where_each_is_compiled(clean_registry):
-    """And the verdict says so."""
+def test_the_verdict_says_that_fewer_shapes_were_tried(clean_registry):
     spec = add("TUNED", naive_attention, compiles_per_shape_on=("cpu",), head_dims=(32,))
-    tried = suite.cases_for(Runner(spec, "cpu"), [torch.float32], seed=0)
-    assert len({(case.seqlen, case.batch, case.num_heads, case.is_causal) for case in tried}) < 12
     report = Report(spec, "cpu", total=1, has_attention=True)
     assert "only 4 shapes of each dtype were tried in the cases" in text(
         Findings(report, sanitized=False, quick=False, failures=[])
@@ -98,17 +93,6 @@ def test_a_kernel_that_kills_its_process_leaves_a_verdict(tmp_path, capsys):
     assert "          it was killed by SIGILL (an invalid instruction" in out
     assert "--sanitize shows where" in out
     assert out.endswith("FAILED\n")
-
-
-def test_failures_that_are_alike_are_told_once(tmp_path, capsys, in_this_process):
-    new = f"{LAUNCH}  return cudaErrorLaunchFailure;\n"
-    file = broken(tmp_path, LAUNCH, new, name="v08_alike.cu")
-    status, out, _ = verified(capsys, file, "--seed", "0")
-    assert status == 1
-    assert out.count("cudaErrorLaunchFailure: unspecified launch failure\n") == 1
-    assert re.match(r"V08_ALIKE on cpu, emulated: 20 of \d+ checks, ", out)
-    assert "20 of them failed, and the suite stopped there; 19 of them, most like those" in out
-    assert re.search(r"\n  none of the \d+ cases that ran passed\nFAILED\n$", out)
 
 
 @pytest.mark.slow
@@ -163,8 +147,7 @@ def test_a_version_file_of_no_ladder_is_verified(tmp_path, capsys, in_this_proce
     (tmp_path / "mine (1).cu").write_text(include + code)
     status, out, _ = verified(capsys, tmp_path / "mine (1).cu", "--seed", "5")
     assert status == 0
-    calls = r"\d+ checks, [\d,]+ calls in one process, seed 5\n"
-    assert re.match(rf"MINE \(1\) on cpu, emulated: {calls}", out)
+    assert re.match(r"MINE \(1\) on cpu, emulated: \d+ checks, .* in one process, seed 5\n", out)
     rules = r"(    (error |by row|by column) .*budget.*\n){2,3}"
     rule = r"  a budget is 2 times the distance of plain PyTorch from float64, or "
     assert re.search(rf"  worst: .* seed 5\n{rules}{rule}", out)
