@@ -44,8 +44,6 @@ class Timing:
     checksum: int
     """The checksum of the outputs that came when the clock stopped."""
     outputs: list[Tensor]
-    workspace: int
-    """The peak memory of a call on CUDA in bytes, inputs and output apart."""
     once: float
     """By the worker's clock, with numbers that it saw for the first time."""
     once_outside: float
@@ -124,7 +122,7 @@ class Runner:
         cannot compute an output earlier. Raises the errors of receive().
         """
         self.send(request)
-        ready = self._reply()
+        self._reply()
         seed = secrets.randbelow(2**62)
         once, once_outside = self._timed(calls.Start(seed))
         self._timed(calls.HandOver())
@@ -135,7 +133,6 @@ class Runner:
             seed=seed,
             checksum=once.checksum,
             outputs=outputs,
-            workspace=ready.workspace,
             once=once.seconds,
             once_outside=once_outside,
             often=often.seconds / passes,

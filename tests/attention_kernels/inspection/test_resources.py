@@ -83,6 +83,11 @@ def test_an_unknown_architecture_is_the_compilers_error():
         resources.resource_table([], ("99",))
 
 
+def test_a_file_without_kernels_is_summarized(monkeypatch):
+    monkeypatch.setattr(resources, "compile_version", lambda *_: {})
+    assert resources.compile_summary(VERSIONS[0], "90") == "no kernels"
+
+
 def test_ptxas_is_read():
     output = (
         "ptxas info    : Compiling entry function '_Zone' for 'sm_90'\n"
