@@ -70,11 +70,7 @@ def _properties(failed: Sequence[_Facts], passed: Sequence[_Facts]) -> Iterator[
                 yield f"{text}not a multiple of {m}", name, operator.mod, m
         for m in MULTIPLES:
             if not any(x % m for x in values):
-                yield f"{text}a multiple of {m}", name, _is_multiple, m
-
-
-def _is_multiple(x: int, m: int) -> bool:
-    return x % m == 0
+                yield f"{text}a multiple of {m}", name, lambda x, m: x % m == 0, m
 
 
 def _facts(case: Case | DecodeCase) -> _Facts:

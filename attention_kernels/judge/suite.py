@@ -21,7 +21,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,11 +77,6 @@ def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | 
     return run_check(runner, judged(runner, case))  # type: ignore[return-value]
 
 
-def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut: int) -> str | None:
-    """Return how keys and values from position `cut` on change earlier rows, in this process."""
-    return run_check(Runner(spec, str(device)), leaks(case, [cut]))  # type: ignore[return-value]
-
-
 def run_check(runner: Runner, steps: Steps) -> Found:
     """Take all steps of a check, one after the other."""
     request = next(steps)
@@ -103,9 +98,8 @@ class Driver:
     def prepare(self) -> None:
         """Prepare requests until the backend has answered."""
         while not self.runner.has_answered():
-            if sum(len(request.block) for _, _, request in self._ready) > MOST_AHEAD:
-                return
-            if not self._begin():
+            ahead = sum(len(request.block) for _, _, request in self._ready)
+            if ahead > MOST_AHEAD or not self._begin():
                 return
 
     def run(self) -> Iterator[tuple[What, Found | Exception]]:
@@ -210,10 +204,8 @@ class Failure:
 
     what: str
     why: str
-
-    def __str__(self) -> str:
-        """Return both phrases."""
-        return f"{self.what}: {self.why}"
+    stage: Literal["suite", "sanitizers", "nvcc", "timing"] = "suite"
+    """The stage of `gpt2-infer verify`."""
 
 
 @dataclass
@@ -341,8 +333,6 @@ def verify(
     quick: bool = False,
     max_failures: int = MOST_FAILURES,
     timeout_s: float = TIMEOUT_S,
-    progress: bool = False,
-    on_failure: Callable[[Failure], object] = lambda _: None,
     on_check: Callable[[int, int], object] = lambda done, total: None,
 ) -> Report:
     """Run the whole suite on one backend: the cases, leaks from the future, repeated calls.
@@ -352,8 +342,8 @@ def verify(
     backend runs there, else cpu. dtypes: names from spec.dtypes; empty for all. seed: of all
     inputs; None draws one. quick: leave out the cases that find the least in their time.
     max_failures: the number of failures to stop after. timeout_s: the limit of each request.
-    on_failure: called with each failure when it is found. on_check: called after each check with
-    the number that are done and of all; what it raises ends the suite.
+    on_check: called after each check with the number that are done and of all; what it raises ends
+    the suite.
 
     A case that the backend refuses is reported as a refusal; any other error is a failure. A kernel
     that ends its process or does not end in time has failed, and the suite stops there. Raises
@@ -376,23 +366,14 @@ def verify(
         except EndedError as error:
             report = Report(registry.stand_in(str(what)), device, seed)
             report.note("loading it", error)
-            on_failure(report.failures[0])
             return report
         report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)
-        checks = tqdm(
-            driver.run(),
-            desc=runner.spec.name,
-            total=driver.total,
-            unit="check",
-            disable=None if progress else True,  # None: unless it is a terminal
-        )
+        # disable=None shows the bar on a terminal only.
+        checks = tqdm(driver.run(), runner.spec.name, driver.total, unit="check", disable=None)
         for done, (check, found) in enumerate(checks, 1):
             on_check(done, report.total)
             report.calls = runner.calls
-            failed = len(report.failures)
             report.note(check, found)
-            for failure in report.failures[failed:]:
-                on_failure(failure)
             takes_nothing = not report.cases and done >= MOST_REFUSALS
             if report.stopped or takes_nothing or len(report.failures) >= max_failures:
                 report.stopped = report.checks < report.total
