@@ -38,7 +38,7 @@ SHAPES = (
 ORDERS = ("reverse", "shuffle:1")
 ORDER = "the order of its blocks or threads changes the output; the suite names the lines of a race"
 _EXIT = 77  # exit status of compute-sanitizer if it found a fault
-# Its lines of the first fault; those of a race go on with "and", the other access and its line.
+# Matches the first fault that it reports. A race has a second line: "and" and the other access.
 _FAULT = r"^=+ (?:Error|Invalid|War|Barrier).*(?:\n=+ +and .*)?"
 _MAIN = ("-m", "attention_kernels.inspection.sanitize")
 _UNAVAILABLE = 78  # exit status of main() if a backend cannot be built; the last line says why
@@ -100,7 +100,7 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
     found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.err)
     if not found:
         return [_last_words(done)]
-    # Only the frames of the access: those of an allocation may follow.
+    # Only the frames of the access: the frames of an allocation may follow.
     report = re.split(r"\n\n", done.err[found.end() :])[0]
     frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
     lines = (compilers.source_line(*frame) for frame in frames)

@@ -59,7 +59,7 @@ class Case:
         return arrange(qkv.to(device=device, dtype=self.dtype), self.layout, self.group)
 
     def __str__(self) -> str:
-        """Return what distinguishes this case from others."""
+        """Describe the case, without its usual values."""
         kind = "causal" if self.is_causal else "full"
         layout = "" if self.layout == "fused" else f"{self.layout} layout, "
         return (
@@ -119,7 +119,7 @@ class DecodeCase:
         return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens
 
     def __str__(self) -> str:
-        """Return what distinguishes this case from others."""
+        """Describe the case, without its usual values."""
         lengths = ", ".join(map(str, self.lengths))
         return (
             f"decode, head_dim {self.head_dim}, {_heads(self)}, "

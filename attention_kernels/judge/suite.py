@@ -56,14 +56,14 @@ JUDGED_ON_CPU = 1e8
 MOST_AHEAD = 2**26
 # How many cases run before repeated calls.
 CHEAP = 200
-# The share of what the whole suite tries that a quick run tries, on a device and emulated, and the
-# share of planted faults that show in it; see tests/attention_kernels/judge/faults.py.
+# A quick run tries this share of the suite's combinations, on a device and emulated, and shows at
+# least QUICK_SHARE of the planted faults; see tests/attention_kernels/judge/faults.py.
 QUICK, QUICK_EMULATED, QUICK_SHARE = 0.88, 0.905, 0.95
 
 What: TypeAlias = Case | DecodeCase | str
 """A case, or the name of another check."""
 Found: TypeAlias = Verdict | str | None
-"""The outcome of a check: a verdict, or what is wrong, if anything."""
+"""The outcome of a check: a verdict, the fault in words, or None."""
 Steps: TypeAlias = Generator[Request, Outputs, Found]
 Check: TypeAlias = tuple[What, Callable[[], Steps]]
 
@@ -168,7 +168,7 @@ def leaks(case: Case, cuts: Sequence[int]) -> Steps:
 
 
 def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> Steps:
-    """Call a backend many times with several inputs in turn; return what goes wrong, if anything.
+    """Call a backend many times with several inputs in turn; return the first fault, if any.
 
     This finds rare faults, and state shared between calls: a cached result, one buffer for all
     outputs, scratch memory left filled by a longer call. Two outputs of the same input may differ,
@@ -320,7 +320,7 @@ def checks_of(
     if runner.has_attention:
         found[:0] = _future_checks(runner, dtypes, seed)
     if runner.is_emulated and runner.spec.version is not None:
-        found[:0] = race_checks(runner, dtypes, seed)  # first: a race explains what others find
+        found[:0] = race_checks(runner, dtypes, seed)  # first: a race explains other failures
     return found
 
 

@@ -58,8 +58,8 @@ class Timing:
 class Runner:
     """A backend that answers requests, one at a time, in this process.
 
-    Nothing keeps its kernel from the judge. So it serves backends that only this process knows, in
-    a test or a notebook; all others have a Worker.
+    Its kernel could tamper with the judge, so it serves only backends that no other process can
+    load, those of a test or a notebook; all others have a Worker.
     """
 
     def __init__(

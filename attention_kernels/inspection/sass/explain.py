@@ -164,7 +164,7 @@ def parse(text: str) -> dict[str, list[list[tuple[str, int]]]]:
         if part["kernel"]:
             found, frames = kernels.setdefault(part["kernel"], []), []
         elif part["file"]:
-            if found and found[-1] is frames:  # they have been those of an instruction
+            if found and found[-1] is frames:  # an instruction has had them
                 frames = []
             frames.insert(0, (part["file"], int(part["line"])))
         else:
