@@ -44,7 +44,7 @@ from transformers.masking_utils import (
 # Private, but the only way to see output_attentions in every model: GPT-2 does not pass it on.
 from transformers.utils.output_capturing import _active_collector
 
-from attention_kernels.contract import per_query_head
+from attention_kernels.contract import dtype_name, per_query_head
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.registry import (
     BackendSpec,
@@ -264,6 +264,9 @@ def _attention(
         reasons.append(_several_queries(seqlen_q, seqlen_k))
     if parts is not None and mask.lengths != (seqlen_q, seqlen_k):
         reasons.append(f"{seqlen_k} keys with an attention_mask for {mask.lengths[1]}")
+    if dtype_name(query.dtype) not in spec.dtypes:  # transformers loads a model in its stored dtype
+        reasons += spec.static_refusals(query.dtype, query.shape[3], query.device.type)
+        reasons.append(f'load the model with dtype="{spec.dtypes[0]}"')
     if reasons:
         raise UnsupportedError(spec.name, reasons)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

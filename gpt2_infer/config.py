@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -36,6 +37,20 @@ bad_words_ids begin_suppress_tokens constraints dola_layers encoder_no_repeat_ng
 epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id
 forced_eos_token_id max_time min_length min_new_tokens min_p no_repeat_ngram_size penalty_alpha
 sequence_bias stop_strings suppress_tokens token_healing top_h watermarking_config
+"""
+# Fields of GPT-2's configuration files that have no effect here: dropout, initialization, heads
+# other than the language model's, what options of generation set, notes.
+_IGNORED = """
+_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path _num_labels
+architectures attn_implementation attn_pdrop bos_token_id chunk_size_feed_forward
+decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop finetuning_task
+gradient_checkpointing id2label initializer_range is_causal is_decoder label2id length_penalty
+loss_type max_length max_new_tokens model_type n_ctx n_special num_labels output_attentions
+output_hidden_states output_past output_scores pad_token_id predict_special_tokens prefix
+problem_type remove_invalid_values resid_pdrop return_dict return_dict_in_generate sep_token_id
+summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+transformers.js_config transformers_version unk_token_id unsloth_version use_bfloat16 use_cache
 """
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
@@ -94,11 +109,11 @@ class GPT2Config:
     def from_dict(
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> GPT2Config:
-        """Read a config.json; a field is used, refused, or has no effect.
+        """Read a config.json; every field is used, refused, or has no effect.
 
         generation: the content of generation_config.json; if there is none, config.json's own
-        settings for generation count, as in transformers. Raises ConfigError, which names the
-        field.
+        settings for generation count, as in transformers. A field that nothing reads is logged.
+        Raises ConfigError, which names the field.
         """
         if raw.get("model_type", "gpt2") != "gpt2":
             raise ConfigError(
@@ -113,6 +128,10 @@ class GPT2Config:
             raise ConfigError(
                 f"only plain decoder-only GPT-2 is supported, without {', '.join(refused)}"
             )
+        if unread := [repr(name) for name, value in raw.items() if value and name not in KNOWN]:
+            logging.getLogger(__name__).warning(
+                "config.json has fields that GPT-2 does not read: %s", ", ".join(unread)
+            )
         values = {**raw, **{_ALIASES[name]: raw[name] for name in raw if name in _ALIASES}}
         generation = raw if generation is None else generation
         eos = generation.get("eos_token_id")
@@ -126,6 +145,13 @@ class GPT2Config:
         except msgspec.ValidationError as error:
             raise ConfigError(f"invalid configuration: {error}") from None
 
+
+KNOWN = {
+    *(field.name for field in fields(GPT2Config) if field.name != "unsupported_generation"),
+    *_ALIASES,
+    *" ".join((_REFUSED, _NEUTRAL_AT_1, _NEUTRAL_IF_EMPTY, _IGNORED)).split(),
+}
+"""Fields of config.json that some code of GPT-2 reads, or is known not to."""
 
 # Sizes that --random-weights can build by name: layers, width, heads.
 _SIZES = {

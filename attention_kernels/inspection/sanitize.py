@@ -7,6 +7,7 @@ compute-sanitizer looks for invalid accesses (memcheck) and races in shared memo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -19,8 +20,11 @@ import torch
 from torch import Tensor
 
 from attention_kernels import child, ladder
-from attention_kernels.errors import UnavailableBackendError, UnsupportedError
+from attention_kernels.errors import AttentionError, UnavailableBackendError, UnsupportedError
+from attention_kernels.judge.calls import describe_error
 from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import race_checks, run_check
+from attention_kernels.judge.worker import open_runner
 from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec
 
@@ -36,7 +40,7 @@ SHAPES = (
     (130, 64, 1, 1, True),
 )
 ORDERS = ("reverse", "shuffle:1")
-ORDER = "the order of its blocks or threads changes the output; the suite names the lines of a race"
+ORDER = "the order of its blocks or threads changes the output"
 _EXIT = 77  # exit status of compute-sanitizer if it found a fault
 # Matches the first fault that it reports. A race has a second line: "and" and the other access.
 _FAULT = r"^=+ (?:Error|Invalid|War|Barrier).*(?:\n=+ +and .*)?"
@@ -99,12 +103,28 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
         raise UnavailableBackendError(name, _last_words(done))
     found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.err)
     if not found:
-        return [_last_words(done)]
+        words = _last_words(done)
+        races = [race for what in whats for race in _races(what)] if ORDER in words else []
+        return [*races, words]
     # Only the frames of the access: the frames of an allocation may follow.
     report = re.split(r"\n\n", done.err[found.end() :])[0]
     frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
     lines = (compilers.source_line(*frame) for frame in frames)
     return [f"{found[1]} at {next(filter(None, lines), 'an unknown line')}"]
+
+
+def _races(what: str) -> Iterator[str]:
+    """Yield the first race in shared memory that the emulator finds, with both of its lines."""
+    with contextlib.closing(open_runner(what, "cpu", races=True)) as runner:
+        dtypes = [getattr(torch, name) for name in runner.spec.dtypes]
+        for check, steps in race_checks(runner, dtypes, seed=0):
+            try:
+                run_check(runner, steps())
+            except UnsupportedError:  # too much shared memory for this device
+                continue
+            except AttentionError as error:
+                yield f"{check}: {describe_error(error)}"
+                return
 
 
 def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0) -> list[str]:

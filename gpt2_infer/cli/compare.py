@@ -55,7 +55,7 @@ def compare(
         backends: backend names or version files, *.cu
         families: families, from `gpt2-infer backends`
         baseline: backend that ratios refer to (default: NAIVE_PYTORCH)
-        device: cuda or cpu (default: cuda if available)
+        device: cuda, cuda:1 or the like, or cpu (default: cuda if available)
         dtypes: dtypes (default: float32)
         batch_sizes: batch sizes (default: 1)
         rounds: timed rounds, after a warm-up round (default: 5)

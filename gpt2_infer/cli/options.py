@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -61,6 +62,31 @@ def _number(kind: type, what: str, limits: Meta) -> Parameter:
     return Parameter(converter=convert)
 
 
+def see_only(device: str) -> str:
+    """Hide all GPUs except that of "cuda:1" from this process and those it starts; return "cuda".
+
+    So whatever takes the first or the current GPU takes that one, also in a worker. Raises
+    UnavailableDeviceError, also if CUDA has started in this process: it looks only once.
+    """
+    kind, _, index = device.partition(":")
+    if not index:
+        return kind
+    import torch
+
+    from gpt2_infer.errors import UnavailableDeviceError
+
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    visible = [*map(str, range(1000))] if before is None else before.split(",")
+    os.environ[name] = dict(enumerate(visible)).get(int(index), "")
+    has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if has_started or torch.cuda.device_count() != 1:
+        os.environ.pop(name)
+        os.environ |= {} if before is None else {name: before}
+        raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
+    return kind
+
+
 _ONE, _TWO, _ZERO = Meta(ge=1, le=MOST), Meta(ge=2, le=MOST), Meta(ge=0, le=MOST)
 _SEED, _SECONDS = Meta(ge=0, le=2**63 - 1), Meta(gt=0, le=threading.TIMEOUT_MAX)
 Count: TypeAlias = Annotated[int, _ONE, _number(int, f"an integer from 1 to {MOST}", _ONE)]
@@ -70,7 +96,15 @@ Seed: TypeAlias = Annotated[int, _SEED, _number(int, "an integer from 0 to 2^63 
 Seconds: TypeAlias = Annotated[
     float, _SECONDS, _number(float, "a positive number of seconds", _SECONDS)
 ]
-Device: TypeAlias = Literal["cuda", "cpu"]
+Device: TypeAlias = Annotated[
+    Literal["cuda", "cpu"],
+    matching(
+        r"cpu|cuda(:\d{1,3})?",
+        "a device, cuda, cuda:1 or the like, or cpu",
+        see_only,
+        show_choices=False,
+    ),
+]
 Dtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 KernelDtype: TypeAlias = Literal["float32", "float16", "bfloat16", "float64"]
 

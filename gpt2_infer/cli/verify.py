@@ -48,7 +48,8 @@ def verify(
 
     Args:
         name: backend name or version file, *.cu
-        device: cuda or cpu (default: cuda if it runs there, else cpu)
+        device: cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else
+            cpu)
         dtypes: dtypes (default: all)
         seed: seed of the inputs (default: drawn)
         timeout_s: time limit of each check in seconds

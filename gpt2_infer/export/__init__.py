@@ -21,6 +21,7 @@ from attention_kernels.ladder import build, header
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.ladder.op import SCHEMAS
 from gpt2_infer.errors import RequestError
+from gpt2_infer.files import check_writable
 
 Files: TypeAlias = dict[str, bytes]  # by path in a folder
 HUB = Path(__file__).parent / "hub"
@@ -143,9 +144,10 @@ def _refusals(version: VersionHeader) -> Iterator[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise RequestError if the folder exists or has no name for a module."""
+    """Raise RequestError if the folder exists, cannot be made, or has no name for a module."""
     if folder.exists():
         raise RequestError(f"--out: {folder} exists, and nothing is overwritten")
+    check_writable(folder)
     if len(folder.name) < 2 or not NAME.fullmatch(folder.name):
         raise RequestError(
             f"--out: the folder's name becomes the kernel's, so it must be lower-case words "

@@ -349,7 +349,11 @@ READ = "the model reads the mask, so it computes attention itself or changes the
         ("gpt2", lambda m: m(prompt(), output_attentions=True), WEIGHTS),
         ("gpt2", lambda m: m(prompt(), labels=prompt()).loss.backward(), "a backward pass"),
         ("gpt2", lambda m: m.train()(prompt()), "dropout of 0.1 (model.eval() switches it off)"),
-        ("qwen", lambda m: m.half()(prompt()), "dtype float16 (it takes float32)"),
+        (
+            "qwen",
+            lambda m: m.half()(prompt()),
+            'dtype float16 (it takes float32); load the model with dtype="float32"',
+        ),
         ("bloom", computes_itself, READ),
     ],
 )

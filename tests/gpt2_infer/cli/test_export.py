@@ -259,6 +259,7 @@ def test_a_wrong_kernel_is_not_exported(kernel, capsys, monkeypatch, tmp_path):
     ("out", "reason"),
     [
         (".", "exists, and nothing is overwritten"),
+        ("none/fast-rows", "there is no folder"),
         ("Fast", "must be lower-case words"),
         ("1st", "must be lower-case words"),
         ("torch", "Python has a module torch already"),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
+import torch
 
+from gpt2_infer.cli.options import see_only
+from gpt2_infer.errors import UnavailableDeviceError
 from tests.gpt2_infer.cli.program import run
 
 NUMBERS = (
@@ -48,3 +52,15 @@ def test_no_word_means_that_an_option_is_not_given(option, word, capsys):
     assert status == 2
     assert word in err
     assert name in err
+
+
+def test_a_gpu_by_number_hides_the_others(monkeypatch):
+    name = "CUDA_VISIBLE_DEVICES"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: bool(os.environ[name]))
+    monkeypatch.setenv(name, "5,7")
+    assert see_only("cuda:1") == "cuda"
+    assert os.environ[name] == "7"
+    with pytest.raises(UnavailableDeviceError, match="cuda:1: "):
+        see_only("cuda:1")
+    assert os.environ[name] == "7"

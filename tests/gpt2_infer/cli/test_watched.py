@@ -16,6 +16,7 @@ from tests.gpt2_infer.cli.test_verify import LAUNCH, RIGHT
 PROGRAM = """
 import os, signal, time
 from gpt2_infer.cli.watched import watched
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 def main():
     {}
 raise SystemExit(watched(main))

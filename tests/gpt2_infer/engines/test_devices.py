@@ -84,7 +84,7 @@ def test_continuous_batches(batch, engine, dtype):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--kv-cache", "--max-new-tokens", "20"]],
+    [["--kv-cache", "--max-new-tokens", "20"], ["verify", "CUSTOM_CUDA_VERSION_36", "--quick"]],
 )
 def test_the_command_line(arguments):
     if arguments[0] != "verify":
