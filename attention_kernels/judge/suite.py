@@ -205,7 +205,7 @@ class Failure:
     what: str
     why: str
     stage: Literal["suite", "sanitizers", "nvcc", "timing"] = "suite"
-    """The stage of `gpt2-infer verify`."""
+    """The stage of the verdict; verify() runs the suite only."""
 
 
 @dataclass
