@@ -195,6 +195,8 @@ def compile_summary(version: VersionHeader, arch: str) -> str:
     Raises BuildError if nvcc is missing or the version does not compile.
     """
     kernels = [k for build in version.builds() for k in compile_version(build, arch).values()]
+    if not kernels:
+        return "no kernels"
     registers = sorted({kernel.registers for kernel in kernels})
     most = f"{registers[0]} to {registers[-1]}" if len(registers) > 1 else f"{registers[0]}"
     spilled = max(kernel.spill_stores + kernel.spill_loads for kernel in kernels)

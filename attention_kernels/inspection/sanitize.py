@@ -42,7 +42,7 @@ SHAPES = (
 ORDERS = ("reverse", "shuffle:1")
 ORDER = "the order of its blocks or threads changes the output"
 _EXIT = 77  # exit status of compute-sanitizer if it found a fault
-# Its lines of the first fault; those of a race go on with "and", the other access and its line.
+# Matches the first fault that it reports. A race has a second line: "and" and the other access.
 _FAULT = r"^=+ (?:Error|Invalid|War|Barrier).*(?:\n=+ +and .*)?"
 _MAIN = ("-m", "attention_kernels.inspection.sanitize")
 _UNAVAILABLE = 78  # exit status of main() if a backend cannot be built; the last line says why
@@ -106,7 +106,7 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
         words = _last_words(done)
         races = [race for what in whats for race in _races(what)] if ORDER in words else []
         return [*races, words]
-    # Only the frames of the access: those of an allocation may follow.
+    # Only the frames of the access: the frames of an allocation may follow.
     report = re.split(r"\n\n", done.err[found.end() :])[0]
     frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
     lines = (compilers.source_line(*frame) for frame in frames)

@@ -129,7 +129,7 @@ class Caller:
             block = on_host.to(self.device, copy=True)
             self._timed = _Timed(self._kernel(calls), block, calls, graph=self.spec.cuda_graphs)
         self._timed.renew(on_host)
-        return Reply(workspace=self._timed.workspace)
+        return Reply()
 
     def _call(self, calls: Calls) -> Reply:
         """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
@@ -180,7 +180,7 @@ class _Timed:
     """
 
     def __init__(self, kernel: Kernel, block: Tensor, calls: Calls, *, graph: bool) -> None:
-        self.calls, self.workspace, self._block = calls, 0, block
+        self.calls, self._block = calls, block
         unpacked = calls.tensors(self._block)
         sets = [unpacked[place] for place in calls.order]
         self._dtype = sets[0][0].dtype
@@ -191,7 +191,8 @@ class _Timed:
 
         self._pass: Callable[[], list[Tensor]] = one_pass
         if block.is_cuda:
-            self.workspace = _workspace(lambda: kernel(*sets[0]))
+            kernel(*sets[0])  # a first call may compile or allocate, which no graph can capture
+            torch.cuda.synchronize()
             if graph:
                 self._pass = _graph(one_pass)
             self.run()
@@ -248,16 +249,6 @@ def _graph(calls: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
         return outputs
 
     return replay
-
-
-def _workspace(call: Callable[[], Tensor]) -> int:
-    """Return the peak memory of a call on CUDA beyond its inputs and output, in bytes."""
-    call()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    o = call()
-    return int(torch.cuda.max_memory_allocated() - before - o.numel() * o.element_size())
 
 
 def failure(error: BaseException) -> Reply:

@@ -185,8 +185,6 @@ class Reply(msgspec.Struct, frozen=True):
     """For timed calls: their time by the worker's clock."""
     checksum: int = 0
     """For timed calls: the checksum of their outputs."""
-    workspace: int = 0
-    """For timed calls on CUDA: the peak memory of a call in bytes, inputs and output apart."""
 
     def check(self, name: str) -> None:
         """Raise the error that the reply reports, if any."""

@@ -231,12 +231,8 @@ def _with_numbers(chosen: dict[str, Any], draw: random.Random) -> dict[str, Any]
         size = _between(draw, least, min(most, LARGEST_SOFTMAX_SCALE / scale**2))
         softmax_scale = math.copysign(size, softmax_scale[0])
     layout = draw.choice(chosen["layout"])
-    return chosen | {
-        "kind": kind,
-        "scale": scale,
-        "softmax_scale": softmax_scale,
-        "layout": layout,
-    }
+    drawn = {"kind": kind, "scale": scale, "softmax_scale": softmax_scale, "layout": layout}
+    return chosen | drawn
 
 
 def _between(draw: random.Random, least: float, most: float) -> float:

@@ -102,8 +102,6 @@ class Clock:
 
     def __init__(self, runner: Runner, numbers: Numbers, *, floor_us: float = 0.0) -> None:
         self.runner, self.numbers, self.floor_us = runner, numbers, floor_us
-        self.workspace = 0
-        """The peak memory of a call on CUDA in bytes, inputs and output apart."""
         self._timings: list[Timing] = []
 
     def sample(self) -> float:
@@ -115,7 +113,6 @@ class Clock:
         contiguous = self.runner.spec.needs_contiguous
         request = self.numbers.request(len(self._timings) + 1, contiguous=contiguous)
         found = self.runner.time(request)
-        self.workspace = found.workspace
         count = len(found.outputs)
         inside = found.once * 1e6 / count
         self._timings.append(found)

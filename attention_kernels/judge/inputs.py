@@ -59,15 +59,13 @@ class Case:
         return arrange(qkv.to(device=device, dtype=self.dtype), self.layout, self.group)
 
     def __str__(self) -> str:
-        """Return what distinguishes this case from others."""
+        """Describe the case, without its usual values."""
         kind = "causal" if self.is_causal else "full"
-        softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
-        unusual = "" if self.kind == "normal" else f"{self.kind} values, "
         layout = "" if self.layout == "fused" else f"{self.layout} layout, "
         return (
             f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, "
-            f"{_heads(self.num_heads, self.group)}, {kind}, scale {self.scale}, "
-            f"{softmax}{unusual}{layout}{dtype_name(self.dtype)}, seed {self.seed}"
+            f"{_heads(self)}, {kind}, {_values(self)}{layout}"
+            f"{dtype_name(self.dtype)}, seed {self.seed}"
         )
 
 
@@ -121,19 +119,23 @@ class DecodeCase:
         return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens
 
     def __str__(self) -> str:
-        """Return what distinguishes this case from others."""
-        softmax = "" if self.softmax_scale is None else f"softmax_scale {self.softmax_scale}, "
-        unusual = "" if self.kind == "normal" else f"{self.kind} values, "
+        """Describe the case, without its usual values."""
         lengths = ", ".join(map(str, self.lengths))
         return (
-            f"decode, head_dim {self.head_dim}, {_heads(self.num_heads, self.group)}, "
-            f"lengths {lengths} of {self.max_seqlen}, scale {self.scale}, "
-            f"{softmax}{unusual}{self.layout} layout, {dtype_name(self.dtype)}, seed {self.seed}"
+            f"decode, head_dim {self.head_dim}, {_heads(self)}, "
+            f"lengths {lengths} of {self.max_seqlen}, {_values(self)}{self.layout} layout, "
+            f"{dtype_name(self.dtype)}, seed {self.seed}"
         )
 
 
-def _heads(num_heads: int, group: int) -> str:
-    return f"{num_heads} heads" + (f" of {group} queries" if group > 1 else "")
+def _heads(case: Case | DecodeCase) -> str:
+    return f"{case.num_heads} heads" + (f" of {case.group} queries" if case.group > 1 else "")
+
+
+def _values(case: Case | DecodeCase) -> str:
+    softmax = "" if case.softmax_scale is None else f"softmax_scale {case.softmax_scale}, "
+    kind = "" if case.kind == "normal" else f"{case.kind} values, "
+    return f"scale {case.scale}, {softmax}{kind}"
 
 
 @functools.lru_cache(maxsize=1)  # a comparison runs many backends on the same case

@@ -17,14 +17,14 @@ MULTIPLES = (2, 4, 8, 16, 32, 64, 128)
 SIZES = ("seqlen", "batch", "num_heads", "head_dim", "group")
 _Facts: TypeAlias = Mapping[str, Any]
 _Property: TypeAlias = tuple[str, str, Callable[[Any, Any], object], Any]
-"""A property in words, the fact that it is about, and how that compares with what."""
+"""A property in words, the name of its fact, and the comparison of the fact with a value."""
 
 
 def pattern(tried: Sequence[tuple[Case | DecodeCase, bool]]) -> str:
-    """Say what all failed cases have in common and few others; "" if that may be chance.
+    """Describe the properties that all failed cases share and few others have.
 
-    tried: the cases that ran, and whether each passed. Properties are added, the rarest first, as
-    long as each rules out enough of the cases that passed.
+    Returns "" if that may be chance. tried: the cases that ran, and whether each passed. Properties
+    are added, the rarest first, as long as each rules out enough of the cases that passed.
     """
     failed = [_facts(case) for case, passed in tried if not passed]
     passed = [_facts(case) for case, passed in tried if passed]
@@ -70,11 +70,7 @@ def _properties(failed: Sequence[_Facts], passed: Sequence[_Facts]) -> Iterator[
                 yield f"{text}not a multiple of {m}", name, operator.mod, m
         for m in MULTIPLES:
             if not any(x % m for x in values):
-                yield f"{text}a multiple of {m}", name, _is_multiple, m
-
-
-def _is_multiple(x: int, m: int) -> bool:
-    return x % m == 0
+                yield f"{text}a multiple of {m}", name, lambda x, m: x % m == 0, m
 
 
 def _facts(case: Case | DecodeCase) -> _Facts:

@@ -21,7 +21,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,14 +56,14 @@ JUDGED_ON_CPU = 1e8
 MOST_AHEAD = 2**26
 # How many cases run before repeated calls.
 CHEAP = 200
-# The share of what the whole suite tries that a quick run tries, on a device and emulated, and the
-# share of planted faults that show in it; see tests/attention_kernels/judge/faults.py.
+# A quick run tries this share of the suite's combinations, on a device and emulated, and shows at
+# least QUICK_SHARE of the planted faults; see tests/attention_kernels/judge/faults.py.
 QUICK, QUICK_EMULATED, QUICK_SHARE = 0.88, 0.905, 0.95
 
 What: TypeAlias = Case | DecodeCase | str
 """A case, or the name of another check."""
 Found: TypeAlias = Verdict | str | None
-"""The outcome of a check: a verdict, or what is wrong, if anything."""
+"""The outcome of a check: a verdict, the fault in words, or None."""
 Steps: TypeAlias = Generator[Request, Outputs, Found]
 Check: TypeAlias = tuple[What, Callable[[], Steps]]
 
@@ -75,11 +75,6 @@ def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | 
     """
     runner = Runner(spec, str(device))
     return run_check(runner, judged(runner, case))  # type: ignore[return-value]
-
-
-def future_leaks(spec: BackendSpec, case: Case, device: torch.device | str, cut: int) -> str | None:
-    """Return how keys and values from position `cut` on change earlier rows, in this process."""
-    return run_check(Runner(spec, str(device)), leaks(case, [cut]))  # type: ignore[return-value]
 
 
 def run_check(runner: Runner, steps: Steps) -> Found:
@@ -103,9 +98,8 @@ class Driver:
     def prepare(self) -> None:
         """Prepare requests until the backend has answered."""
         while not self.runner.has_answered():
-            if sum(len(request.block) for _, _, request in self._ready) > MOST_AHEAD:
-                return
-            if not self._begin():
+            ahead = sum(len(request.block) for _, _, request in self._ready)
+            if ahead > MOST_AHEAD or not self._begin():
                 return
 
     def run(self) -> Iterator[tuple[What, Found | Exception]]:
@@ -174,7 +168,7 @@ def leaks(case: Case, cuts: Sequence[int]) -> Steps:
 
 
 def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> Steps:
-    """Call a backend many times with several inputs in turn; return what goes wrong, if anything.
+    """Call a backend many times with several inputs in turn; return the first fault, if any.
 
     This finds rare faults, and state shared between calls: a cached result, one buffer for all
     outputs, scratch memory left filled by a longer call. Two outputs of the same input may differ,
@@ -210,10 +204,8 @@ class Failure:
 
     what: str
     why: str
-
-    def __str__(self) -> str:
-        """Return both phrases."""
-        return f"{self.what}: {self.why}"
+    stage: Literal["suite", "sanitizers", "nvcc", "timing"] = "suite"
+    """The stage of the verdict; verify() runs the suite only."""
 
 
 @dataclass
@@ -328,7 +320,7 @@ def checks_of(
     if runner.has_attention:
         found[:0] = _future_checks(runner, dtypes, seed)
     if runner.is_emulated and runner.spec.version is not None:
-        found[:0] = race_checks(runner, dtypes, seed)  # first: a race explains what others find
+        found[:0] = race_checks(runner, dtypes, seed)  # first: a race explains other failures
     return found
 
 
@@ -341,8 +333,6 @@ def verify(
     quick: bool = False,
     max_failures: int = MOST_FAILURES,
     timeout_s: float = TIMEOUT_S,
-    progress: bool = False,
-    on_failure: Callable[[Failure], object] = lambda _: None,
     on_check: Callable[[int, int], object] = lambda done, total: None,
 ) -> Report:
     """Run the whole suite on one backend: the cases, leaks from the future, repeated calls.
@@ -352,8 +342,8 @@ def verify(
     backend runs there, else cpu. dtypes: names from spec.dtypes; empty for all. seed: of all
     inputs; None draws one. quick: leave out the cases that find the least in their time.
     max_failures: the number of failures to stop after. timeout_s: the limit of each request.
-    on_failure: called with each failure when it is found. on_check: called after each check with
-    the number that are done and of all; what it raises ends the suite.
+    on_check: called after each check with the number that are done and of all; what it raises ends
+    the suite.
 
     A case that the backend refuses is reported as a refusal; any other error is a failure. A kernel
     that ends its process or does not end in time has failed, and the suite stops there. Raises
@@ -376,23 +366,14 @@ def verify(
         except EndedError as error:
             report = Report(registry.stand_in(str(what)), device, seed)
             report.note("loading it", error)
-            on_failure(report.failures[0])
             return report
         report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)
-        checks = tqdm(
-            driver.run(),
-            desc=runner.spec.name,
-            total=driver.total,
-            unit="check",
-            disable=None if progress else True,  # None: unless it is a terminal
-        )
+        # disable=None shows the bar on a terminal only.
+        checks = tqdm(driver.run(), runner.spec.name, driver.total, unit="check", disable=None)
         for done, (check, found) in enumerate(checks, 1):
             on_check(done, report.total)
             report.calls = runner.calls
-            failed = len(report.failures)
             report.note(check, found)
-            for failure in report.failures[failed:]:
-                on_failure(failure)
             takes_nothing = not report.cases and done >= MOST_REFUSALS
             if report.stopped or takes_nothing or len(report.failures) >= max_failures:
                 report.stopped = report.checks < report.total

@@ -226,7 +226,8 @@ class Truth:
             errors, budgets = rule.errors(difference), rule.budgets(precision, slack)
             nearest = int((errors / budgets).nan_to_num(nan=math.inf).argmax())
             error, budget = (x.expand_as(errors).flatten()[nearest] for x in (errors, budgets))
-            found[f"{name}error"] = _finite(error.item())
+            # Infinite for a NaN, too.
+            found[f"{name}error"] = error.item() if error.isfinite() else math.inf
             found[f"{name}budget"] = budget.item()
             found[f"naive_{name}error"] = rule.naive_error
             over = ~(errors <= budgets)
@@ -429,10 +430,6 @@ def _eps(dtype: torch.dtype) -> float:
 def _sum_eps(dtype: torch.dtype) -> float:
     """Return the eps of sums; 16-bit products are summed in float32."""
     return min(_eps(dtype), _eps(torch.float32))
-
-
-def _finite(x: float) -> float:
-    return x if math.isfinite(x) else math.inf
 
 
 def _parts(q: Tensor, keys: int) -> Iterator[tuple[slice, slice, slice]]:

@@ -44,8 +44,6 @@ class Timing:
     checksum: int
     """The checksum of the outputs that came when the clock stopped."""
     outputs: list[Tensor]
-    workspace: int
-    """The peak memory of a call on CUDA in bytes, inputs and output apart."""
     once: float
     """By the worker's clock, with numbers that it saw for the first time."""
     once_outside: float
@@ -60,8 +58,8 @@ class Timing:
 class Runner:
     """A backend that answers requests, one at a time, in this process.
 
-    Nothing keeps its kernel from the judge. So it serves backends that only this process knows, in
-    a test or a notebook; all others have a Worker.
+    Its kernel could tamper with the judge, so it serves only backends that no other process can
+    load, those of a test or a notebook; all others have a Worker.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class Runner:
         cannot compute an output earlier. Raises the errors of receive().
         """
         self.send(request)
-        ready = self._reply()
+        self._reply()
         seed = secrets.randbelow(2**62)
         once, once_outside = self._timed(calls.Start(seed))
         self._timed(calls.HandOver())
@@ -135,7 +133,6 @@ class Runner:
             seed=seed,
             checksum=once.checksum,
             outputs=outputs,
-            workspace=ready.workspace,
             once=once.seconds,
             once_outside=once_outside,
             often=often.seconds / passes,

@@ -7,14 +7,14 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from attention_kernels import ladder, registry
 from attention_kernels.contract import dtype_name
 from attention_kernels.inspection import resources
 from attention_kernels.judge import suite
 from attention_kernels.judge.pattern import pattern
-from attention_kernels.judge.suite import Report
+from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.judge.truth import budget_factor
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import VersionHeader
@@ -23,16 +23,6 @@ from gpt2_infer.bench.selection import usual_head_dim
 from gpt2_infer.bench.study import KernelStudy, run
 
 NVCC_ARCH = "90"  # an emulated version is also test-compiled for this
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A failed check, and the stage that it belongs to."""
-
-    stage: Literal["sanitizers", "suite", "nvcc", "timing"]
-    what: str
-    """What was checked."""
-    why: str
 
 
 @dataclass
@@ -134,11 +124,9 @@ def verify(
         seed=seed,
         quick=quick,
         timeout_s=timeout_s,
-        progress=True,
         on_check=on_check,
     )
-    failures = [Failure("suite", failure.what, failure.why) for failure in report.failures]
-    findings = Findings(report, sanitized, quick, failures)
+    findings = Findings(report, sanitized, quick, [*report.failures])
     if findings.passed and findings.emulated and report.spec.version:
         _compile(findings, report.spec.version)
     elif findings.passed and not findings.emulated and timed:
@@ -154,7 +142,7 @@ def _sanitize(name: str, device: str, *, quick: bool) -> Findings | None:
     device = registry.device_for(spec, device)
     print(f"{spec.name} on {device}: looking for bad accesses and races ...", file=sys.stderr)
     faults = sanitize([name], device)
-    failures = [Failure("sanitizers", "bad accesses and races", fault) for fault in faults]
+    failures = [Failure("bad accesses and races", fault, "sanitizers") for fault in faults]
     report = Report(spec, device, has_attention=True)
     return Findings(report, True, quick, failures) if failures else None
 
@@ -168,7 +156,7 @@ def _compile(findings: Findings, version: VersionHeader) -> None:
         summary = resources.compile_summary(version, NVCC_ARCH)
     except compilers.BuildError as error:
         what = f"nvcc does not compile it for sm_{NVCC_ARCH}"
-        findings.failures.append(Failure("nvcc", what, str(error)))
+        findings.failures.append(Failure(what, str(error), "nvcc"))
     else:
         findings.nvcc = f"nvcc: compiles for sm_{NVCC_ARCH}, {summary}"
 
@@ -188,4 +176,4 @@ def _time(findings: Findings, name: str, dtypes: Sequence[str]) -> None:
     for row in findings.timing:
         is_other = row.contender == BASELINE != report.spec.name
         if row.status == "failed" and not is_other:
-            findings.failures.append(Failure("timing", str(row.kernel), row.reason))
+            findings.failures.append(Failure(str(row.kernel), row.reason, "timing"))

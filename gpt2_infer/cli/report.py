@@ -98,8 +98,6 @@ def _verdict(version: VersionHeader, timeout_s: float) -> Report | str:
     from attention_kernels.judge import suite
 
     try:
-        return suite.verify(
-            str(version.path), "cpu", quick=True, progress=True, timeout_s=timeout_s
-        )
+        return suite.verify(str(version.path), "cpu", quick=True, timeout_s=timeout_s)
     except (UnavailableBackendError, UnsupportedError) as error:
         return str(error)

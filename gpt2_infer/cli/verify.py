@@ -19,8 +19,9 @@ from gpt2_infer.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from attention_kernels.judge.suite import Failure
     from gpt2_infer.bench.record import Row
-    from gpt2_infer.bench.verdict import Failure, Findings
+    from gpt2_infer.bench.verdict import Findings
 
 SHOWN_FAILURES = 5
 

@@ -13,11 +13,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attention_kernels import BackendSpec, UnsupportedError, ladder, list_backends
+from attention_kernels import BackendSpec, UnsupportedError, list_backends
 from attention_kernels.judge.cases import EDGES
 from attention_kernels.judge.suite import Case, DecodeCase, cases_for, run_case
 from attention_kernels.judge.worker import Runner
-from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import FP32, OLDER, QUICK, STRIDED_HALF, op_of
 
 SPECS = [spec for spec in list_backends() if spec.chooses is None]  # an alias runs one of them
@@ -74,12 +73,6 @@ def usable_head_dims(spec: BackendSpec, dtype: torch.dtype, device: str) -> list
 
 def call(spec: BackendSpec, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return spec.attention(*inputs) if spec.has_attention() else spec.decode(*inputs)
-
-
-def test_a_ladder_is_the_files():
-    for family in ladder.families():
-        files = [spec.version.path for spec in SPECS if spec.family == family]
-        assert sorted(files) == sorted(header.version_files(header.CSRC / family)), family
 
 
 # Right results

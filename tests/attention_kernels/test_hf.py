@@ -184,12 +184,6 @@ def test_a_padded_batch_is_computed_on_views_of_its_tokens(calls):
     assert all(x.untyped_storage().data_ptr() == memory for call in calls for x in call[2:])
     assert not o[~mask].any()
     assert o[mask].all()
-    calls.clear()
-    attend("NAIVE_PYTORCH", qkv[0, :, :, -1:], *qkv[1:], mask)
-    assert [k.shape for *_, k, _ in calls] == shapes
-    calls.clear()
-    attend("NAIVE_PYTORCH", *qkv, mask.flip(1))  # on the right: one call, and one for each length
-    assert [q.shape for *_, q, _, _ in calls] == [(4, 7, 2, 32), (2, 1, 2, 32), (1, 1, 2, 32)]
 
 
 # Masks and caches
@@ -316,11 +310,6 @@ def test_a_compiled_model_computes_the_same():
 # Refusals
 
 
-def second_chunk(model):
-    cache = model(prompt(), use_cache=True).past_key_values
-    return model(prompt(seqlen=3), past_key_values=cache)
-
-
 def too_long_a_mask(model):
     return model(prompt(), attention_mask=torch.ones(2, 9), use_cache=False)
 
@@ -356,7 +345,6 @@ READ = "the model reads the mask, so it computes attention itself or changes the
         ("mistral", lambda m: m(prompt(seqlen=13)), SPECIAL),
         ("gpt2", too_long_a_mask, "7 keys with an attention_mask for 9"),
         ("qwen", lambda m: m(prompt(), attention_mask=DENSE), "an attention_mask of shape (2, 1,"),
-        ("gpt2", second_chunk, "3 queries against 10 keys, as in prefill by chunks"),
         ("qwen", lambda m: greedy(m, prompt(), prefill_chunk_size=4), "3 queries against 7 keys"),
         ("gpt2", lambda m: m(prompt(), output_attentions=True), WEIGHTS),
         ("gpt2", lambda m: m(prompt(), labels=prompt()).loss.backward(), "a backward pass"),

@@ -19,7 +19,8 @@ from attention_kernels.ladder.compilers import BuildError
 _EM_CUDA = 190  # the machine in the ELF header of a cubin
 # A buffer in the arguments: the bits of an element, and the number of elements.
 _BUFFER = re.compile(r"(?:i|u|f|bf)(8|16|32|64)\[(\d+)\]")
-# Buffers start at 8, 9, ... terabytes, so that they are told apart; those below are the ladders'.
+# Buffers start at 8, 9, ... terabytes, so that an address tells which buffer it is in. The launches
+# of version files use the terabytes below.
 _FIRST_BUFFER, _BUFFER_BITS = 8, 40
 
 

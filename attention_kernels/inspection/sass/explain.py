@@ -19,8 +19,7 @@ from attention_kernels.inspection.sass.decode import Program, find_disassembler
 from attention_kernels.inspection.sass.multiprocessor import BARRIER, EXITED, SELECTED, Stall
 from attention_kernels.ladder import compilers
 
-_LEAST = 0.001  # share of the call's stalls from which an instruction is listed
-_LEAST_PART = 0.01  # share of a line's stalls from which a reason, or another line, is listed
+_LEAST = 0.01  # share of a line's stalls from which a reason, or another line, is listed
 _PART = re.compile(
     r'^\.text\.(?P<kernel>\S+):$|^\s*//## File "(?P<file>.+?)", line (?P<line>\d+)'
     r"|^\s+(?:\{\s+)?/\*[0-9a-f]{4,}\*/\s",
@@ -28,20 +27,6 @@ _PART = re.compile(
 )
 Chain: TypeAlias = tuple[int, ...]
 """The lines of an instruction: the kernel's own, then those of functions inlined into it."""
-
-
-class StalledInstruction(NamedTuple):
-    """The stalls of one machine instruction."""
-
-    kernel: int
-    """Its kernel's index in Stalls.kernels."""
-    address: int
-    """Its offset in the kernel in bytes."""
-    text: str
-    share: float
-    """Share of the call's stall cycles."""
-    reason: str
-    """The main reason."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +42,7 @@ class StalledLine:
     """The inlined lines that stall most, if the line calls a function."""
     waits_for: dict[int, float]
     """Shares of the line's stalls, by the line whose result is awaited."""
-    instructions: list[StalledInstruction]
-    """The instructions that stall most, in order."""
-    others: int
-    """Number of the line's other instructions that stall."""
-    source: str = ""
+    source: str
 
 
 @dataclass(frozen=True)
@@ -74,7 +55,6 @@ class Stalls:
     """Share of the warps' cycles in which they issue; they stall in the others."""
     reasons: dict[str, float]
     """Shares of the stall cycles by reason, the largest first."""
-    kernels: list[str]
     lines: list[StalledLine]
     """Lines with stalls, the worst first."""
 
@@ -84,11 +64,8 @@ class Stalls:
 
 
 class _Place(NamedTuple):
-    """A kind of stall at one instruction."""
+    """A kind of stall in one line."""
 
-    kernel: int
-    address: int
-    text: str
     chain: Chain
     reason: str
     awaited: int | None
@@ -106,7 +83,6 @@ def explain(
     launches: each with its part of the time and the warp-cycles by stall.
     """
     table = _line_table(cubin)
-    kernels = list(dict.fromkeys(launch.kernel for launch, *_ in launches))
     places: defaultdict[_Place, float] = defaultdict(float)
     text: list[str] = []
     for launch, weight, cycles in launches:
@@ -123,11 +99,8 @@ def explain(
         counted = {stall: n for stall, n in cycles.items() if stall.reason != EXITED}
         scale = weight / (sum(counted.values()) or 1.0)
         for (at, reason, cause), n in counted.items():
-            one = code[at]
-            words = f"@{one.guard} " * bool(one.guard) + f"{one.name} {', '.join(one.operands)}"
-            kernel, chain = kernels.index(launch.kernel), chains[at] or (0,)
             awaited = None if cause == at else (chains[cause] or (0,))[0]
-            places[_Place(kernel, 16 * at, words.strip(), chain, reason, awaited)] += n * scale
+            places[_Place(chains[at] or (0,), reason, awaited)] += n * scale
     whole = sum(places.values()) or 1.0
     stalled = {place: n for place, n in places.items() if place.reason != SELECTED}
     total = sum(stalled.values()) or 1.0
@@ -140,7 +113,6 @@ def explain(
         round(time_us, 3),
         round(1 - total / whole, 5),
         _shares(stalled, "reason", total),
-        kernels,
         sorted((line for line in lines if line.share > 0), key=lambda line: -line.share),
     )
 
@@ -148,24 +120,14 @@ def explain(
 def _line(line: int, places: dict[_Place, float], text: Sequence[str]) -> StalledLine:
     share = sum(places.values())
     through, *_ = _shares(places, "chain")
-    awaited = _shares(places, "awaited", share or 1.0, _LEAST_PART)
+    awaited = _shares(places, "awaited", share or 1.0, _LEAST)
     awaited.pop(None, None)
-    by_instruction: defaultdict[tuple[int, int, str], dict[_Place, float]] = defaultdict(dict)
-    for place, n in places.items():
-        by_instruction[place[:3]][place] = n
-    instructions = []
-    for one, mine in sorted(by_instruction.items()):
-        main, *_ = _shares(mine, "reason")
-        if (total := sum(mine.values())) >= _LEAST:
-            instructions.append(StalledInstruction(*one, round(total, 5), main))
     return StalledLine(
         line,
         round(share, 5),
-        _shares(places, "reason", share or 1.0, _LEAST_PART),
+        _shares(places, "reason", share or 1.0, _LEAST),
         [*through[1:]],
         awaited,
-        instructions,
-        len(by_instruction) - len(instructions),
         text[line - 1].strip() if 0 < line <= len(text) else "",
     )
 
@@ -202,7 +164,7 @@ def parse(text: str) -> dict[str, list[list[tuple[str, int]]]]:
         if part["kernel"]:
             found, frames = kernels.setdefault(part["kernel"], []), []
         elif part["file"]:
-            if found and found[-1] is frames:  # they have been those of an instruction
+            if found and found[-1] is frames:  # an instruction has had them
                 frames = []
             frames.insert(0, (part["file"], int(part["line"])))
         else:

@@ -81,7 +81,7 @@ class Stall(NamedTuple):
 
 
 StallCycles: TypeAlias = defaultdict[Stall, float]
-"""Cycles of warps, summed by what the warps waited for."""
+"""The cycles that warps spent in each stall."""
 
 # ---- The simulation ------------------------------------------------------------------------------
 

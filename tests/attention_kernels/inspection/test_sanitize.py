@@ -88,28 +88,12 @@ def test_the_sanitizer_passes_correct_kernels_and_finds_faults():
     assert fault.startswith(f"AddressSanitizer: heap-buffer-overflow at {place}")
 
 
-def test_a_run_that_fails_without_a_report_says_its_last_words(monkeypatch):
-    fault = "RuntimeError: the block did not end in 0.5 s, at v04_faults.cu:9"
-    done = Ended(1, "ended with exit status 1", "", f"Traceback\n  x\n{fault}\n")
-    monkeypatch.setattr(sanitizers, "_worker", lambda *_: done)
-    assert sanitize([str(NEGATIVE / "v04_faults.cu")], "cpu") == [fault]
-
-
 def test_what_cannot_be_sanitized_is_refused(monkeypatch):
     with pytest.raises(UnsupportedError, match="only emulated kernels have a sanitizer"):
         sanitize(["NAIVE_PYTORCH"], "cpu")
     monkeypatch.setattr(compilers, "execute", lambda *_: Ended(0, "", "libasan.so\n"))
     with pytest.raises(UnavailableBackendError, match="has no AddressSanitizer"):
         sanitize(["CUSTOM_CUDA_VERSION_1"], "cpu")
-
-
-def test_racecheck_does_not_judge_hoppers_instructions(monkeypatch):
-    monkeypatch.setattr(BackendSpec, "unavailable_reason", lambda *_: None)
-    monkeypatch.setattr(shutil, "which", lambda _: "compute-sanitizer")
-    monkeypatch.setattr(sanitizers, "compute_sanitizer", lambda tool, names, _: [(tool, *names)])
-    both = ["CUSTOM_CUDA_VERSION_1", "CUSTOM_CUDA_VERSION_36"]
-    expected = [("memcheck", *both), ("racecheck", "CUSTOM_CUDA_VERSION_1")]
-    assert sanitize(both, "cuda") == expected
 
 
 # On a GPU

@@ -102,7 +102,7 @@ def verdict(cheat, device, what, monkeypatch):
     monkeypatch.setattr(suite, "cases_for", lambda *a, **o: [*filter(cheat.wrong, cases(*a, **o))])
     options = {"max_failures": 1, "timeout_s": cheat.timeout_s, "quick": cheat.caught == "passed"}
     report = verify(what, device, seed=0, **options)
-    return "passed" if report.passed else str(report.failures[0])
+    return "passed" if report.passed else f"{report.failures[0].what}: {report.failures[0].why}"
 
 
 def without_races(what, device, *, races, **options):

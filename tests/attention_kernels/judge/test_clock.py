@@ -18,7 +18,7 @@ def test_the_time_of_factors_and_checksum_counts_for_nobody(checks_s, passes, mo
     clock = Clock(SimpleNamespace(device="cuda"), Numbers(Case(64, 32), 5))
     inside = {"once": 1.85e-3, "often": 1.85e-3}
     outside = {"once_outside": 4.45e-3, "often_outside": 1.86e-3}
-    clock._timings = [Timing(0, 0, [], workspace=0, **inside, **outside, passes=11)] * 5
+    clock._timings = [Timing(0, 0, [], **inside, **outside, passes=11)] * 5
     monkeypatch.setattr(Numbers, "checks_s", lambda *_: checks_s)
     with contextlib.nullcontext() if passes else pytest.raises(RejectedTimeError, match="clocks"):
         clock.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from attention_kernels import BackendSpec, UnavailableBackendError, UnsupportedError
 from attention_kernels.contract import Kernels
 from attention_kernels.judge import suite
-from attention_kernels.judge.suite import Case, describe_error, future_leaks, verify
+from attention_kernels.judge.suite import Case, leaks, run_check, verify
 from attention_kernels.judge.truth import naive_attention as right
 from attention_kernels.judge.worker import Runner
 
@@ -56,7 +55,9 @@ def races(*inputs):
 )
 def test_a_leak_of_the_future_is_told_from_what_is_not_the_same_twice(kernel, words):
     torch.manual_seed(0)
-    assert str(future_leaks(spec_of(kernel), Case(100, 32), "cpu", 41)).startswith(words)
+    assert str(run_check(Runner(spec_of(kernel), "cpu"), leaks(Case(100, 32), [41]))).startswith(
+        words
+    )
 
 
 def raises(error):
@@ -90,46 +91,12 @@ def test_a_backend_that_takes_nothing_or_is_gone_has_not_passed(monkeypatch):
     assert report.stopped
     assert len(calls) <= 40
     assert {text.rpartition(": ")[2] for text in report.refusals} == {"no"}
+    assert len(report.refusals) < len(calls)  # the same reason once for all cases
     _, spec = raises(UnavailableBackendError("TEST_VERIFY", "gone"))
     (failure,) = verify(spec, "cpu", seed=0, max_failures=1).failures
     assert failure.why.endswith("gone")
     with pytest.raises(UnavailableBackendError):
         verify(spec_of(right, device_types=("cuda",)), "cpu", seed=0)
-
-
-def test_a_refusal_is_listed_once_for_each_reason(monkeypatch):
-    def refuse(q, k, v, softmax_scale, is_causal):
-        if q.shape[1] in (1, 33):
-            raise UnsupportedError("TEST_VERIFY", ["odd" if q.shape[1] == 33 else "one query"])
-        return right(q, k, v, softmax_scale, is_causal)
-
-    shorten(monkeypatch, lambda cases: [case for case in cases if case.seqlen in (1, 2, 33)])
-    report = verify(spec_of(refuse), "cpu", seed=0)
-    assert report.passed
-    assert {text.rpartition(": ")[2] for text in report.refusals} == {"odd", "one query"}
-    of_cases = [text for text in report.refusals if text.startswith("seqlen")]
-    assert len(of_cases) == 2
-    assert report.checks < report.total
-
-
-def test_an_error_is_told_from_its_cause_on():
-    op, launch = "attention_kernels::file_c0_v25", "unspecified launch failure"
-    for text, words in (
-        ("first\nsecond", "RuntimeError: first"),
-        (f"{op}: cudaErrorX: x: why", "cudaErrorX: x: why"),
-        (f"{op}: cudaErrorLaunchFailure: {launch}: divergence: here", "divergence: here"),
-    ):
-        assert describe_error(RuntimeError(text)) == words
-
-
-def test_the_worst_case_is_the_farthest_over_its_budget(monkeypatch):
-    def sometimes_nan(q, k, v, softmax_scale, is_causal):
-        o = right(q, k, v, softmax_scale, is_causal)
-        return o * torch.nan if q.shape[1] == 33 else o
-
-    shorten(monkeypatch, lambda cases: [case for case in cases if case.seqlen in (32, 33)])
-    case, verdict = verify(spec_of(sometimes_nan), "cpu", seed=0, max_failures=3).worst
-    assert (case.seqlen, verdict.error) == (33, math.inf)
 
 
 def test_what_is_prepared_while_the_backend_works_changes_no_verdict(monkeypatch):

@@ -187,8 +187,6 @@ def test_a_failure_says_where_it_is():
     words = str(judge(wrong, q, k, v))
     assert words.startswith("the output is not finite; nan instead of ")
     assert " at batch 0, row 3, head 1, column 5; " in words
-    few = judge(good[:, :5] + 1, q[:, :5], k[:, :5], v[:, :5])  # too few to judge a column by
-    assert "by column" not in str(few)
     assert str(judge(good[:, :9], q, k, v)) == (
         "the output is (2, 9, 3, 32) float32, not (2, 64, 3, 32) float32"
     )
@@ -213,16 +211,6 @@ def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
     torch.testing.assert_close(last_row, truth(q, k, v).reference[:, -1:])
     for place in ((0, 0, 0, 0), (1, 64, 2, 31)):  # in the first part and in the last
         assert judge(scaled(wrong, place, torch.nan), q, k, v).error == math.inf
-
-
-def test_the_relative_error_is_of_what_is_not_next_to_zero():
-    q, k, v = Case(9, 32).inputs("cpu")
-    v[:, :, :, 0] = 1e-6
-    v[:, :, :, 1] = 2.0
-    out = truth(q, k, v).reference.float()
-    out[0, 3, 0, 0] += 1e-4  # a hundred times its value, which is below RELATIVE_FROM
-    out[0, 5, 1, 1] += 0.5
-    assert judge(out, q, k, v).relative_error == pytest.approx(0.25, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.inspection.sass import predict
-from attention_kernels.inspection.sass.explain import StalledInstruction, StalledLine, Stalls
+from attention_kernels.inspection.sass.explain import StalledLine, Stalls
 from attention_kernels.inspection.sass.predict import Prediction
 from gpt2_infer.bench.prediction import find_gpu, likely, timed_on
 from gpt2_infer.bench.record import Gpu, KernelCell
@@ -118,11 +118,10 @@ def test_a_launch_of_any_kernel_is_taken_from_the_options(monkeypatch, capsys):
 
 
 def test_lines_shows_the_worst_ten_lines_and_json_all(monkeypatch, capsys):
-    load = StalledInstruction(0, 32, "LDS R1, [R2]", 0.31, "short scoreboard")
     reasons = {"short scoreboard": 0.76, "wait": 0.24}
-    lines = [StalledLine(158, 0.41, reasons, [66], {140: 0.31}, [load], 0, "x += y;")]
-    lines += [StalledLine(n, 0.01, {"wait": 1.0}, [], {}, [], 1, f"line {n}") for n in range(12)]
-    stalls = Stalls("H200 SXM", 90.0, 0.25, reasons, ["kernel"], lines)
+    lines = [StalledLine(158, 0.41, reasons, [66], {140: 0.31}, "x += y;")]
+    lines += [StalledLine(n, 0.01, {"wait": 1.0}, [], {}, f"line {n}") for n in range(12)]
+    stalls = Stalls("H200 SXM", 90.0, 0.25, reasons, lines)
     found = dataclasses.replace(FOUND, stalls=stalls)
     monkeypatch.setattr(predict, "predict", lambda *_, lines, **__: found if lines else FOUND)
     assert main([*COMMAND, "--lines"]) == 0

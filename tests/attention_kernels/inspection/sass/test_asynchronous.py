@@ -58,17 +58,6 @@ def test_each_copy_product_and_wait_is_executed_once(done):
     assert names(4).count("NANOSLEEP") == 0
 
 
-def test_each_warpgroup_waits_for_its_own_turn(done):
-    """The number of its barrier comes from a shuffle."""
-    waits = {
-        (warp, event[2])
-        for one in done[0].issued
-        for warp, event in one.awaits.items()
-        if event[0] == "numbered"
-    }
-    assert waits == {(warp, 1 + (warp >= 8)) for warp in range(4, 12)}
-
-
 def test_rows_out_of_bounds_are_not_fetched():
     blocks, one = executed(rows=100)
     assert blocks.fetched[1] == 100 * 4

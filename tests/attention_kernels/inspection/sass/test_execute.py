@@ -154,21 +154,6 @@ def test_predicates_are_packed_into_a_register_and_back():
     assert (blocks.values[256 + 9] == t // 32 * 32).all()  # that of the warp's first lane
 
 
-def test_addresses_are_extended_and_constants_have_sizes():
-    blocks = ran(
-        "MOV R4, 0xfffffffe",
-        "LEA R6, P0, R4, 0x18, 0x2",  # 0x18 - 8, which carries
-        "LEA.HI.X.SX32 R7, R4, 0x5, 0x2, P0",
-        "LDC.U8 R8, c[0x0][0x2]",
-        "LDC.64 R10, c[0x0][0x0]",
-        "LDC R12, c[0x0][RZ]",
-        constants=bytes.fromhex("0102830405060788"),
-    )
-    assert [int(blocks.values[row][0]) for row in (6, 7, 8)] == [0x10, 5, 0x83]
-    assert [int(blocks.values[row][0]) for row in (10, 11)] == [0x04830201, 0x88070605]
-    assert int(blocks.values[12][0]) == 0x04830201
-
-
 @pytest.mark.parametrize(
     ("instruction", "stride", "wavefronts"),
     [

@@ -92,15 +92,6 @@ def test_a_loop_of_more_than_32_kb_waits_for_its_instructions(size, each):
     assert found / (2 * size) == pytest.approx(each, rel=0.02)
 
 
-def test_the_ends_of_blocks_are_observed_as_often_as_their_loops():
-    code = [USE, SHARED]
-    warp = in_order(code) * 50
-    work = dataclasses.replace(work_of(*[warp] * 8), parts=[[0] * 8] * 4 + [[50] * 8] * 4)
-    stalls = Multiprocessor(H200, code, 0.0).observe([work], 2, 800.0)
-    issued = {stall.place: n for stall, n in stalls.items() if stall.reason == "selected"}
-    assert issued == {0: 2 * 8 * 50, 1: 2 * 8 * 50}
-
-
 def test_every_cycle_of_every_warp_is_accounted_for():
     code = [LOAD, SHARED, USE, ADD, BARRIER, Instruction("MUFU.EX2", ("R1", "R1"), writes=1)]
     code += [Instruction("BRA", ("0x0",), stall=5), dataclasses.replace(ADD, waits=(1,)), EXIT]

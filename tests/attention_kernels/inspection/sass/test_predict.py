@@ -16,7 +16,6 @@ from attention_kernels.inspection.sass import predict
 from attention_kernels.inspection.sass.decode import Program
 from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.inspection.sass.work import Line, Work, axes_of, line_of
-from attention_kernels.ladder.header import parse_header
 from tests.attention_kernels.inspection.sass.common import (
     CODE,
     H200,
@@ -101,11 +100,6 @@ def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, gri
     assert (line.length, line.alike, line.alike * line.repeats * length) == (length, alike, blocks)
 
 
-@pytest.mark.parametrize(("busy", "ghz"), [(0, 1.98), (0.15, 1.92), (0.69, 1.83), (1, 1.48)])
-def test_products_of_warpgroups_slow_the_clock_at_the_power_limit(busy, ghz):
-    assert H200.clock_at(busy) == pytest.approx(ghz)
-
-
 def l2_bytes(found):
     return found.needs_us["L2"] * H200.l2_bytes_per_cycle * H200.clock_ghz * 1e3
 
@@ -177,28 +171,3 @@ def test_what_cannot_be_predicted_is_refused_with_every_reason(name, gpu, shape,
 def test_a_grid_with_too_many_blocks_is_refused():
     with pytest.raises(UnsupportedError, match="a grid of 2097152 blocks"):
         line_of(program_of(CODE), launch_of((2**20, 2, 1)))
-
-
-@pytest.mark.parametrize(
-    ("shared", "lines", "bound"),
-    [
-        (9.0, 0.0, "shared memory"),
-        (0.0, 8.0, "L1"),
-        (4.0, 4.0, "load-store unit"),
-        (1.0, 1.0, "issue slots"),
-    ],
-)
-def test_the_load_store_unit_is_named_after_its_work(shared, lines, bound):
-    unit = shared + lines + 1.0  # for shuffles
-    needs = {"issue slots": 5.0, "load-store unit": unit, "shared memory": shared, "L1": lines}
-    found = predict.Prediction("v01", "G", 8, 9.0, needs, 1.0, 1.0, 1.0, 1, 1, 1, 1)
-    assert found.bound == bound
-
-
-@needs_cuda_programs
-@pytest.mark.slow
-def test_a_version_without_shared_memory_needs_no_time_for_it():
-    folder = ROOT / "examples" / "my_backend" / "src" / "my_backend"
-    found = predicted(parse_header(folder / "v01_warp_per_row.cu"), seqlen=64, head_dim=32)
-    assert found.needs_us["shared memory"] == 0
-    assert found.needs_us["load-store unit"] > found.needs_us["L1"] > 0
