@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -95,3 +97,13 @@ def test_addresses_off_16_bytes_are_for_backends_that_may_take_them(op):
         assert bool(inputs) is not is_aligned
         for _, k, v, *_ in inputs:
             assert all(4 * x.stride(2) % 16 for x in (k, v))
+
+
+def test_the_document_has_the_ranges_that_are_drawn():
+    text = (Path(__file__).parents[3] / "docs/correctness.md").read_text("utf-8")
+    of_length = (*cases.SHORT, *cases.LONG, *cases.LONG_EMULATED, *cases.CACHES)
+    ranges = (*of_length, *cases.BATCH_RANGES, *cases.HEAD_RANGES, *cases.COMPILED_RANGES)
+    texts = [f"[{x[0]} to {x[-1]}]" for x in ranges if x.step == 1 and len(x) > 3]
+    texts += [f"[{x[0]:g} to {x[1]:g}]" for x in cases.SOFTMAX_SCALES if isinstance(x, tuple)]
+    texts += [f"{kind} times [{least:g} to {most:g}]" for kind, least, most in cases.NUMBERS]
+    assert [x for x in texts if x not in text] == []
