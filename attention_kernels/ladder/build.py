@@ -226,7 +226,7 @@ def clear_cache() -> int:
 
 
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # whole lines, also from threads
 
 
 @contextlib.contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from gpt2_infer.cli.options import BACKEND, TIMEOUT, Count, Seconds
-from gpt2_infer.cli.versions import call_shape, version_of
+from gpt2_infer.cli.versions import call_shape, describe, version_of
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.accesses import Access
@@ -45,12 +45,15 @@ def accesses(
     return count_accesses(version, seqlen=seqlen, **shape, timeout_s=timeout_s)
 
 
-def text(rows: list[Access], **_: object) -> str:
-    """Return a table of the accesses, and what its line numbers mean."""
+def text(rows: list[Access], name: str, seqlen: int, **given: Any) -> str:
+    """Return the shape, a table of the accesses, and what its line numbers mean."""
     from attention_kernels.inspection.accesses import format_table
 
+    version = version_of(name)
+    shape = call_shape(version, *(given[size] for size in ("head_dim", "batch", "heads", "full")))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    lines = [format_table(rows, width)]
+    title = f"{version.path.name}, emulated: N={seqlen} {describe(shape)}"
+    lines = [title, "", format_table(rows, width)]
     if any(len(access.lines) > 1 for access in rows):
         legend = "Line a>b: line a of the kernel calls a function, which accesses memory in line b."
         lines += ["", legend]

@@ -10,7 +10,8 @@ def test_accesses_shows_the_accesses_of_each_source_line(capsys):
     shape = ["--seqlen", "33", "--head-dim", "32", "--full"]
     status, out, _ = run(capsys, "accesses", "CUSTOM_CUDA_VERSION_1", *shape)
     assert status == 0
-    _, *rows, _, legend = out.splitlines()
+    title, _, _, *rows, _, legend = out.splitlines()
+    assert title == "v01_naive_flash.cu, emulated: N=33 B=1 H=1 head_dim=32 full"
     assert legend.startswith("Line a>b: ")
     (conflict,) = [row for row in rows if "-way)" in row]
     assert "(32-way)" in conflict
