@@ -26,6 +26,7 @@ from gpt2_infer.engines.base import room
 from gpt2_infer.engines.slots import Integers, Slots, Work
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
+from gpt2_infer.prepared import clear_all
 from gpt2_infer.request import EngineName, Request
 from gpt2_infer.stream import FinishReason, Watcher
 
@@ -309,7 +310,12 @@ class Continuous:
         most = room(model.device) if self.engine == "graph" else 0
 
         def make() -> Slots:
-            return Slots(*shape)
+            try:
+                return Slots(*shape)
+            except torch.OutOfMemoryError:
+                if not clear_all():
+                    raise
+                return Slots(*shape)
 
         def begin(slots: Slots) -> None:
             slots.begin(model, request)

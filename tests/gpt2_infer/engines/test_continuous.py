@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gpt2_infer import GPT2, Sampling, generate
 from gpt2_infer.engines import continuous, slots
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.generation import run
+from gpt2_infer.prepared import Prepared
 from tests.conftest import DEVICES
 from tests.gpt2_infer.bench.common import add
 from tests.gpt2_infer.engines.common import imitate_graphs, published, request_for
@@ -91,6 +93,23 @@ def test_a_second_run_prepares_nothing_and_gives_the_same(sampling, monkeypatch)
     changed = dict(engine.run(requests))
     assert len(captured) == 4
     assert changed == dict(Continuous(model, batch=3).run(requests)) != expected
+
+
+def test_slots_that_do_not_fit_free_the_idle_engines_of_other_models(demo, monkeypatch):
+    other, requests = Prepared(), make_requests(demo, 3)
+    expected = dict(Continuous(demo, batch=3).run(requests))
+
+    class Short(slots.Slots):
+        def __init__(self, *arguments):
+            if other.take("idle"):
+                raise torch.OutOfMemoryError
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(continuous, "Slots", Short)
+    for key in ("idle", "another"):
+        other.put(key, SimpleNamespace(nbytes=1), other.stamp, 10)
+    assert dict(Continuous(demo, batch=3).run(requests)) == expected
+    assert other.take("another") is None
 
 
 @pytest.mark.gpu
