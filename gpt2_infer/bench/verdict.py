@@ -135,7 +135,7 @@ def verify(
 
 
 def _sanitize(name: str, device: str, *, quick: bool) -> Findings | None:
-    """Return the faults that the sanitizers of the device report; None if there are none."""
+    """Return the verdict of the device's sanitizers if they report faults, else None."""
     from attention_kernels.inspection.sanitize import sanitize
 
     spec = ladder.resolve(name)

@@ -116,7 +116,7 @@ cuda(
 )
 cuda(
     "scales_q_and_back",
-    "It changes an input and puts it back, but for rounding.",
+    "It changes an input and restores it, except for rounding.",
     "it changed its input q",
     **SLOW,
 )

@@ -85,9 +85,9 @@ def test_the_budget_is_a_multiple_of_plain_pytorchs_error_and_four_ulps(precisio
     ("seqlen", "scale", "is_causal"), [(31, 8.0, True), (64, 8.0, False), (5, 1.0, True)]
 )
 def test_no_right_kernel_fails_by_luck(seqlen, scale, is_causal):
-    """Of 1,000 seeds each of these failed a few when plain PyTorch's error alone was the measure.
+    """With plain PyTorch's error as the only measure, each case failed for a few of 1,000 seeds.
 
-    Without it the budgets hold, so they do not depend on it.
+    The budgets hold without that error, so they do not depend on it.
     """
     for seed in range(12):
         case = Case(seqlen, 32, scale, is_causal=is_causal, seed=seed)
@@ -194,7 +194,7 @@ def test_a_failure_says_where_it_is():
 
 @pytest.mark.parametrize("limit", [7 * 65, 65 * 65, 2 * 65 * 65])
 def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
-    """Of a head's rows, of one head, of two."""
+    """The parts are some rows of a head, one head, or two heads."""
     q, k, v = Case(65, 32, batch=2, num_heads=3).inputs("cpu")
     wrong = naive_attention(q, k, v)
     wrong[1, 64, 2] += 1e-3
