@@ -193,8 +193,11 @@ def hard_cases(
 
 
 def usual_head_dim(head_dims: Sequence[int]) -> int:
-    """Return GPT-2's head_dim, 64, or the first of head_dims if 64 is not among them."""
-    return 64 if 64 in head_dims else head_dims[0]
+    """Return GPT-2's head_dim, 64, or the first of head_dims if 64 is not among them.
+
+    head_dims: those that a backend takes; if there are none, it takes any.
+    """
+    return 64 if 64 in (head_dims or (64,)) else head_dims[0]
 
 
 def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case]:

@@ -276,7 +276,8 @@ class Report:
             self.refusals.append(f"{case}: {reasons}")
 
 
-_ordered_cases = functools.cache(ordered_cases)  # many backends have the same
+# Many backends have the same; a server of verdicts draws new ones without end.
+_ordered_cases = functools.lru_cache(maxsize=32)(ordered_cases)
 
 
 def cases_for(

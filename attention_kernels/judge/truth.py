@@ -120,18 +120,18 @@ class Verdict:
     """A fault other than a numerical error: a changed input, a wrong shape."""
 
     @property
-    def rules(self) -> tuple[tuple[str, float, float], ...]:
-        """The rules in words, each with the error that it judges and the budget."""
+    def rules(self) -> tuple[tuple[str, float, float, float], ...]:
+        """The rules in words, each with the error that it judges, its budget, and naive_error."""
         return (
-            ("error", self.error, self.budget),
-            ("by row", self.row_error, self.row_budget),
-            ("by column", self.column_error, self.column_budget),
+            ("error", self.error, self.budget, self.naive_error),
+            ("by row", self.row_error, self.row_budget, self.naive_row_error),
+            ("by column", self.column_error, self.column_budget, self.naive_column_error),
         )
 
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong; NaN never passes, nor does a budget of 0 or infinity."""
-        is_within = all(error <= budget for _, error, budget in self.rules)
+        is_within = all(error <= budget for _, error, budget, _ in self.rules)
         return not self.fault and 0 < self.budget < math.inf and is_within
 
     @property
@@ -139,7 +139,7 @@ class Verdict:
         """The largest ratio of an error to its budget; infinite for any other failure."""
         if not self.passed and not 0 < self.budget < math.inf:
             return math.inf
-        ratio = max(error / budget for _, error, budget in self.rules)
+        ratio = max(error / budget for _, error, budget, _ in self.rules)
         return ratio if self.passed or ratio > 1 else math.inf
 
     @property
@@ -159,7 +159,7 @@ class Verdict:
         if not math.isfinite(self.budget):
             return f"there is no budget, because plain PyTorch's output is not finite{where}"
         judged = (rule for rule in self.rules if rule[2] < math.inf)  # not of too few numbers
-        texts = (f"{rule} {error:.2e}, budget {budget:.2e}" for rule, error, budget in judged)
+        texts = (f"{rule} {error:.2e}, budget {budget:.2e}" for rule, error, budget, _ in judged)
         return "; ".join(texts) + where
 
 

@@ -101,9 +101,9 @@ class Decoding(Subject[DecodeCell]):
             peers = [(self._peer, "transformers", peer)]
             if cell.mode == "kv-cache" and cell.new_tokens > 1 and self.device == "cuda":
                 peers.append(("gpt-fast recipe", "recipe", _recipe))
-            for name, program, peer in peers:
+            for name, program, start in peers:
                 row = Row(contender=name, metric="time", unit="s", extra={"program": program})
-                yield row, peer(model, cell)
+                yield row, start(model, cell)
 
 
 def _sample(run: Callable[[], Text], expected: list[list[int]] | None) -> Mapping[str, float]:

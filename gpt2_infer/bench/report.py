@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from attention_kernels import AttentionError, UnsupportedError
 from attention_kernels.inspection.accesses import count_accesses
+from attention_kernels.inspection.sass.gpus import GpuModel
 from attention_kernels.inspection.sass.predict import predict
 from attention_kernels.judge.suite import Report
 from attention_kernels.ladder.header import VersionHeader
-from gpt2_infer.bench.prediction import find_gpu
 from gpt2_infer.bench.record import Shape
 from gpt2_infer.bench.show import page
 from gpt2_infer.bench.show.page.source import Kernel
@@ -25,7 +25,7 @@ def make_page(
     versions: Mapping[str, VersionHeader],
     shape: Shape,
     *,
-    gpu: str | None = None,
+    gpu: GpuModel | None = None,
     predicted: Collection[str] = (),
     verdicts: Mapping[str, Report | str] = MappingProxyType({}),
     timeout_s: float = 600.0,
@@ -33,27 +33,31 @@ def make_page(
     """Return the HTML page on versions, given by name.
 
     shape: the shape to run the versions with in the emulator. predicted: the versions whose time
-    and stalls are predicted, for 12 heads and 1,024 tokens. gpu: the GPU to predict for, a name in
-    gpus(); None for no predictions. verdicts: the judge's reports on versions, or why there is
+    and stalls are predicted, for 12 heads and 1,024 tokens. gpu: the GPU to predict for;
+    None for no predictions. verdicts: the judge's reports on versions, or why there is
     none. If a version's accesses cannot be counted, the reason is shown. Raises RequestError, or
     BuildError if a version does not compile.
     """
-    card = find_gpu(gpu) if gpu else None  # fails before minutes of counting
     kernels = _record(versions, shape, timeout_s)
     for kernel in kernels:
         if isinstance(found := verdicts.get(kernel.name), Report):
             kernel.found_wrong = found.failures
     predictions: dict[str, page.Bars | str] = {}
-    some = [kernel for kernel in kernels if card and kernel.name in predicted]
-    for kernel in tqdm(some, "predicting", unit="", disable=None):
-        assert card
-        head_dim, is_causal = kernel.head_dim, shape.is_causal
-        try:
-            one = predict(kernel.version, card, head_dim=head_dim, is_causal=is_causal, lines=True)
-        except AttentionError as error:
-            predictions[kernel.name] = str(error)
-            continue
-        predictions[kernel.name], kernel.stalls = page.bars(one), one.stalls
+    if gpu:
+        some = [kernel for kernel in kernels if kernel.name in predicted]
+        for kernel in tqdm(some, "predicting", unit="", disable=None):
+            try:
+                one = predict(
+                    kernel.version,
+                    gpu,
+                    head_dim=kernel.head_dim,
+                    is_causal=shape.is_causal,
+                    lines=True,
+                )
+            except AttentionError as error:
+                predictions[kernel.name] = str(error)
+            else:
+                predictions[kernel.name], kernel.stalls = page.bars(one), one.stalls
     return page.render(kernels, shape, predictions=predictions, verdicts=verdicts)
 
 

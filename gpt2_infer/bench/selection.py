@@ -179,8 +179,3 @@ def _emulated(case: Case | DecodeCase) -> Case | DecodeCase:
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None  # JSON has no infinity
-
-
-def usual_head_dim(takes: BackendSpec | VersionHeader) -> int:
-    """Return GPT-2's head_dim, 64, if it is supported, else the first that is."""
-    return 64 if 64 in (takes.head_dims or (64,)) else takes.head_dims[0]

@@ -13,13 +13,13 @@ from attention_kernels import ladder, registry
 from attention_kernels.contract import dtype_name
 from attention_kernels.inspection import resources
 from attention_kernels.judge import suite
+from attention_kernels.judge.cases import usual_head_dim
 from attention_kernels.judge.pattern import pattern
 from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.judge.truth import budget_factor
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.record import BASELINE, Row
-from gpt2_infer.bench.selection import usual_head_dim
 from gpt2_infer.bench.study import KernelStudy, run
 
 NVCC_ARCH = "90"  # an emulated version is also test-compiled for this
@@ -77,12 +77,11 @@ class Findings:
         if self.report.worst is None:
             return None
         case, verdict = self.report.worst
-        rows = []
-        for rule, kind in (("error", ""), ("by row", "row_"), ("by column", "column_")):
-            names = (f"{kind}error", f"{kind}budget", f"naive_{kind}error")
-            error, budget, naive = (getattr(verdict, name) for name in names)
-            if math.isfinite(budget):
-                rows.append({"rule": rule, "error": error, "budget": budget, "naive_error": naive})
+        rows = [
+            {"rule": rule, "error": error, "budget": budget, "naive_error": naive}
+            for rule, error, budget, naive in verdict.rules
+            if math.isfinite(budget)
+        ]
         return {"case": str(case), "status": verdict.status, "errors": rows}
 
     def to_json(self) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def _time(findings: Findings, name: str, dtypes: Sequence[str]) -> None:
     study = KernelStudy(
         backends=[name],
         seqlens=[1024 if report.device == "cuda" else 256],
-        head_dims=[usual_head_dim(report.spec)],
+        head_dims=[usual_head_dim(report.spec.head_dims)],
         dtypes=[*dtypes],
         decode=not report.has_attention,
     )

@@ -59,19 +59,18 @@ def report(
         full: omit the causal mask
         timeout_s: time limit in seconds
     """
+    from attention_kernels.judge.cases import usual_head_dim
     from gpt2_infer.bench import selection
     from gpt2_infer.bench.prediction import find_gpu
     from gpt2_infer.bench.record import Shape
 
     check_writable(out)
-    card = None if gpu == "none" else gpu
-    if card:
-        find_gpu(card)  # an unknown name is refused before minutes of checks
+    card = None if gpu == "none" else find_gpu(gpu)  # fails before minutes of checks
     own = versions_of(names)
     versions = (selection.versions_of(family) if family else {}) | own
     if not versions:
         raise RequestError("nothing to report: give backends, version files or --family")
-    head_dim = head_dim or selection.usual_head_dim(next(iter(versions.values())))
+    head_dim = head_dim or usual_head_dim(next(iter(versions.values())).head_dims)
     shape = Shape(batch=1, num_heads=1, seqlen=seqlen, head_dim=head_dim, is_causal=not full)
     try:
         from gpt2_infer.bench.report import make_page

@@ -38,12 +38,12 @@ def call_shape(
     takes: BackendSpec | VersionHeader, head_dim: int | None, batch: int, heads: int, full: bool
 ) -> dict[str, Any]:
     """Return the shape of a call, except its length, as keyword arguments."""
-    from gpt2_infer.bench.selection import usual_head_dim
+    from attention_kernels.judge.cases import usual_head_dim
 
     return {
         "batch": batch,
         "num_heads": heads,
-        "head_dim": head_dim or usual_head_dim(takes),
+        "head_dim": head_dim or usual_head_dim(takes.head_dims),
         "is_causal": not full,
     }
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attention_kernels import BackendSpec, UnsupportedError, list_backends
-from attention_kernels.judge.cases import EDGES
+from attention_kernels.judge.cases import EDGES, usual_head_dim
 from attention_kernels.judge.suite import Case, DecodeCase, cases_for, run_case
 from attention_kernels.judge.worker import Runner
 from tests.attention_kernels.backends.common import FP32, OLDER, QUICK, STRIDED_HALF, op_of
@@ -53,10 +53,6 @@ def is_ours(spec: BackendSpec) -> bool:
 
 def is_kernel(spec: BackendSpec) -> bool:
     return spec.version is not None or spec.family == "triton"
-
-
-def usual_head_dim(spec: BackendSpec) -> int:
-    return 64 if 64 in (spec.head_dims or HEAD_DIMS) else spec.head_dims[0]
 
 
 def usable_head_dims(spec: BackendSpec, dtype: torch.dtype, device: str) -> list[int]:
@@ -178,7 +174,7 @@ def gpu_inputs(spec: BackendSpec, dtype: torch.dtype, seed: int = 0, device: str
     """Return the inputs of a call; those of decode have other lengths for each seed."""
     if attends(spec):
         usable_head_dims(spec, dtype, "cuda")
-        return Case(200, usual_head_dim(spec), dtype=dtype, seed=seed).inputs(device)
+        return Case(200, usual_head_dim(spec.head_dims), dtype=dtype, seed=seed).inputs(device)
     if reason := spec.unavailable_reason("cuda"):
         pytest.skip(reason)
     lengths = (EDGES, EDGES[::-1], (1,) * len(EDGES), (257,) * len(EDGES))[seed]

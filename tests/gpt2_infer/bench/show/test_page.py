@@ -19,6 +19,7 @@ from attention_kernels.inspection.sass.predict import Prediction
 from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.ladder.header import VersionHeader, parse_header
 from gpt2_infer.bench import report
+from gpt2_infer.bench.prediction import find_gpu
 from gpt2_infer.bench.record import Shape
 from gpt2_infer.bench.report import make_page
 from gpt2_infer.bench.show.page import bars
@@ -87,7 +88,9 @@ def make(folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "predict", predicted)
         names = [*NAMES.values()]
-        return make_page(versions, Shape(**SHAPE), gpu="h200", predicted=names, verdicts=verdicts)
+        return make_page(
+            versions, Shape(**SHAPE), gpu=find_gpu("h200"), predicted=names, verdicts=verdicts
+        )
 
 
 @pytest.fixture(scope="module")
