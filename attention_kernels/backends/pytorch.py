@@ -17,6 +17,9 @@ from attention_kernels.errors import UnsupportedError
 from attention_kernels.precision import PLAIN_PRECISIONS
 from attention_kernels.registry import register
 
+# Kernels whose inputs torch does not check for alignment.
+UNCHECKED = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
     k, v = per_query_head(q, k, v)
@@ -95,8 +98,10 @@ def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
             )
 
-    def attempt(call: Callable[[], Tensor]) -> Tensor:
-        """Return call() transposed; raise UnsupportedError with torch's reasons if it refuses."""
+    def attempt(call: Callable[[], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return call() transposed; raise UnsupportedError if it cannot run on q, k and v."""
+        if reasons := _unaligned(kernel, q, k, v):
+            raise UnsupportedError(name, reasons)
         try:
             o = call()
         except torch.OutOfMemoryError:
@@ -109,7 +114,7 @@ def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
         return o.transpose(1, 2).contiguous()
 
     def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
-        return attempt(lambda: run(q, k, v, softmax_scale, is_causal))
+        return attempt(lambda: run(q, k, v, softmax_scale, is_causal), q, k, v)
 
     def decode(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
@@ -120,12 +125,28 @@ def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
             # For cuDNN, torch 2.11 turns a boolean mask into -65504, which a large score can exceed
             # (pytorch issue 177842).
             mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-        return attempt(lambda: run(q, k, v, softmax_scale, mask=mask))
+        return attempt(lambda: run(q, k, v, softmax_scale, mask=mask), q, k, v)
 
     def refusals(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
-        return _refusals(lambda: run(q, k, v, 1.0, is_causal))
+        return _unaligned(kernel, q, k, v) or _refusals(lambda: run(q, k, v, 1.0, is_causal))
 
     return Kernels(attention, decode, decode_device_types, refusals, backward=True)
+
+
+def _unaligned(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """Return reasons to refuse heads off multiples of 16 bytes, which torch does not check.
+
+    FlashAttention-2 and cuDNN would break the CUDA context. Heads whose size is no multiple of 8,
+    torch copies, and so aligns.
+    """
+    if kernel not in UNCHECKED or not q.is_cuda or q.shape[3] % 8:
+        return []
+    reasons = []
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        strides = [x.stride(dim) for dim in range(3) if x.shape[dim] > 1]
+        if any(n * x.element_size() % 16 for n in (x.storage_offset(), *strides)):
+            reasons.append(f"{name} must begin at a multiple of 16 bytes, and so must its rows")
+    return reasons
 
 
 def _refusals(call: Callable[[], Tensor]) -> list[str]:

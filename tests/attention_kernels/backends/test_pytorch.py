@@ -56,3 +56,16 @@ def test_torch_refuses_in_its_own_words():
         spec.attention(q, k, v)
     q, k, v = Case(16, 520, dtype=torch.float16).inputs("cuda")
     assert any("last dimension" in reason for reason in spec.refusals(q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
+def test_rows_off_multiples_of_16_bytes_are_refused_and_break_no_context(name):
+    """PyTorch passes such addresses on; FlashAttention-2 reads 16 bytes at once and ends CUDA."""
+    spec = get_backend(f"PYTORCH_SDPA_{name}")
+    q, k, v = Case(128, 64, dtype=torch.float16, layout="contiguous").inputs("cuda")
+    off = Case(128, 64, dtype=torch.float16, layout="contiguous, unaligned, contiguous")
+    with pytest.raises(UnsupportedError, match="k must begin at a multiple of 16 bytes"):
+        spec.attention(*off.inputs("cuda"))
+    assert spec.attention(q, k, v).isfinite().all()
+    torch.cuda.synchronize()

@@ -629,7 +629,7 @@ def keeps_results_by_pointer():
     return kernel
 
 
-@cheat("the timed outputs are wrong|CUDA error|cudaError", by="clock")  # a graph reads no signs
+@cheat("the timed outputs are wrong|capture|CUDA error", by="clock")  # no graph reads signs
 def keeps_results_by_a_few_signs_of_q():
     """It keeps results by a few bits of an input."""
     memo = {}

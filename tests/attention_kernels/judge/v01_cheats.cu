@@ -279,7 +279,7 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
   return cudaSuccess;
 #elif defined(WORKS_ON_A_STREAM_OF_ITS_OWN)
   if (const cudaError_t error = make_side()) return error;
-  wait<<<1, 1, 0, side> > >();
+  if (const cudaError_t error = launch_kernel(wait, dim3(1), dim3(1), 0, side)) return error;
   return honest(params, side);
 #elif defined(WORKS_ON_A_STREAM_OF_ITS_OWN_WHILE_CAPTURED)
   if (const cudaError_t error = make_side()) return error;
