@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import filelock
 import pytest
 
+from attention_kernels.ladder import compilers
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,8 +37,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 gc.disable()  # while torch and transformers are imported: their objects live to the end
 
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "my_backend" / "src" / "my_backend"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_every_device = pytest.mark.parametrize("device", DEVICES)
+needs_compiler = pytest.mark.skipif(
+    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -150,7 +157,7 @@ def shared_by_workers(factory: pytest.TempPathFactory, name: str) -> Iterator[Pa
 def version_file(name: str, text: str) -> Path:
     """Write a version file to a path that depends on its text alone: the next run has its build."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    file = Path(__file__).parents[1] / ".pytest_cache" / "kernels" / digest / name
+    file = ROOT / ".pytest_cache" / "kernels" / digest / name
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         scratch = file.with_suffix(f".{os.getpid()}")  # other workers may read it
@@ -196,7 +203,7 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         folder = tmp_path / "checkpoint"
         model.save_pretrained(folder)
         if tokenizer:
-            demo = Path(__file__).parents[1] / "gpt2_infer" / "demo_model"
+            demo = ROOT / "gpt2_infer" / "demo_model"
             for file in ("vocab.json", "merges.txt", "tokenizer_config.json"):
                 (folder / file).write_bytes((demo / file).read_bytes())
             if config.vocab_size < 8192:  # single characters, and the token for all others

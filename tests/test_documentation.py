@@ -14,8 +14,8 @@ import pytest
 
 from attention_kernels.ladder import compilers, header
 from gpt2_infer.cli import COMMANDS, parse
+from tests.conftest import ROOT, needs_compiler
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     file.relative_to(ROOT)
     for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "results/*.md")
@@ -37,10 +37,9 @@ def test_how_to_add_a_backend_works_as_written(clean_registry):
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_how_to_add_a_version_works_as_written(tmp_path):
     """Runs in a copy of the repository, without the commands that need a GPU or minutes."""
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
     section = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     section = section.split("## How to add a version")[1].split("\n## ")[0]
     assert len([line for line in section.splitlines() if line.strip()]) <= 15

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import shared_by_workers
+from tests.conftest import ROOT, shared_by_workers
 
 pytest.importorskip("material", reason="needs the extra [site]")
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(tmp_path_factory):
     """The built site, which the workers of xdist share; a broken link fails the build."""
     with shared_by_workers(tmp_path_factory, "site") as folder:
         if not folder.exists():

@@ -13,9 +13,6 @@ import torch
 from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.op import load_op
 
-needs_compiler = pytest.mark.skipif(
-    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
-)
 # Of the negative controls. The build that checks for races reports every fault.
 BUILDS = ["races", pytest.param("", marks=pytest.mark.slow)]
 PROBE = Path(__file__).parent / "probe" / "emulator.cpp"

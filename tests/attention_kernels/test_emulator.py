@@ -14,8 +14,8 @@ import torch
 from attention_kernels import UnavailableBackendError, get_backend, ladder
 from attention_kernels.inspection.sanitize import sanitize
 from tests.attention_kernels.backends.common import changed
-from tests.attention_kernels.conftest import needs_compiler, probe_line
-from tests.conftest import version_file
+from tests.attention_kernels.conftest import probe_line
+from tests.conftest import needs_compiler, version_file
 
 NEGATIVE = Path(__file__).parent / "negative"
 FILE = NEGATIVE / "v04_faults.cu"

@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -33,9 +32,8 @@ from attention_kernels import (
 )
 from attention_kernels.contract import Kernels
 from attention_kernels.judge.truth import naive_attention
-from tests.conftest import DEVICES, usable
+from tests.conftest import DEVICES, ROOT, usable
 
-ROOT = Path(__file__).parents[2]
 LADDER, FLASH = "CUSTOM_CUDA_VERSION_15", "PYTORCH_SDPA_FLASH_ATTENTION"
 VOCABULARY, STEPS = 97, 3
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 64, "vocab_size": VOCABULARY}

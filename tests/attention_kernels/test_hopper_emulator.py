@@ -13,8 +13,7 @@ import torch
 
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import needs_compiler
-from tests.conftest import on_every_device
+from tests.conftest import needs_compiler, on_every_device
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
 GOLDEN = FILE.with_name("hopper_products.json")  # SHA-256 of sums, of the GPU too

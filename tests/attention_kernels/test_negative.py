@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_kernels.conftest import BUILDS, faulty_op, needs_compiler
+from tests.attention_kernels.conftest import BUILDS, faulty_op
+from tests.conftest import needs_compiler
 
 NEGATIVE = Path(__file__).parent / "negative"
 WRONG = "the output is wrong"  # instead of a message

@@ -10,7 +10,8 @@ import torch
 
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import needs_compiler, probe_line
+from tests.attention_kernels.conftest import probe_line
+from tests.conftest import needs_compiler
 
 FILE = Path(__file__).parent / "probe" / "v01_tensor_cores.cu"
 HALF, BFLOAT16, TF32, LOAD, LOAD_TRANSPOSED = range(5)

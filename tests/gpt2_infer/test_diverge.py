@@ -6,18 +6,16 @@ import itertools
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from attention_kernels import get_backend, ladder, list_backends
 from attention_kernels.judge.truth import naive_attention, truth
-from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.cli import DEFAULT_PROMPT
 from gpt2_infer.diverge import diverge, examine
-from tests.conftest import DEVICES, rewrite, usable
+from tests.conftest import DEVICES, ROOT, needs_compiler, rewrite, usable
 from tests.gpt2_infer.bench import common
 from tests.gpt2_infer.cli.program import run
 
@@ -200,13 +198,9 @@ def test_a_model_without_finite_numbers_gives_no_verdict(name, save_checkpoint):
         compare(GPT2.from_pretrained(str(folder), device="cpu"), name, name, max_new_tokens=2)
 
 
-ROOT = Path(__file__).parents[2]
-
-
 @pytest.mark.slow
+@needs_compiler
 def test_the_readmes_example_finds_the_kernel_that_the_readme_breaks(tmp_path, demo):
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
     readme = (ROOT / "README.md").read_text("utf-8")
     copied = re.search(r"cp (\S+) v01_mine\.cu", readme)[1]
     right, wrong = re.search(r"change\s+`([^`]+)` to `([^`]+)`", readme).groups()

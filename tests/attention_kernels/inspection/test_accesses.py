@@ -13,6 +13,7 @@ from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection.accesses import KINDS, Access, count_accesses, format_table
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
+from tests.conftest import ROOT
 
 PATTERNS = Path(__file__).with_name("v01_patterns.cu").read_text("utf-8")
 
@@ -138,7 +139,7 @@ def counted(name):
 
 @pytest.mark.slow
 def test_the_readme_shows_what_is_counted():
-    readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
+    readme = (ROOT / "README.md").read_text("utf-8")
     _, shown = readme.split("$ gpt2-infer accesses CUSTOM_CUDA_VERSION_1\n")
     lines = shown.split("\n```")[0].splitlines()[1:]
     rows = format_table(counted("CUSTOM_CUDA_VERSION_1"), width=100).splitlines()
@@ -149,7 +150,7 @@ def test_the_readme_shows_what_is_counted():
 @pytest.mark.slow
 def test_wavefronts_are_the_profilers():
     """Counts equal the profiler's on an H200 if nvcc leaves the loads or stores as they are."""
-    file = Path(__file__).parents[3] / "results" / "2026-11-22_h200_profile-fp32-128.json"
+    file = ROOT / "results" / "2026-11-22_h200_profile-fp32-128.json"
     rows = json.loads(file.read_text("utf-8"))["rows"]
     profile = {(row["contender"], row["metric"]): row["samples"] for row in rows}
     for number, kind, wavefronts in ((14, "load", 15_552), (11, "store", 3_840)):

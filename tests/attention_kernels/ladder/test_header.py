@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,7 @@ from attention_kernels import ladder
 from attention_kernels.ladder import header
 from attention_kernels.ladder.header import HeaderError
 from tests.attention_kernels.ladder.conftest import HEADER
-
-ROOT = Path(__file__).parents[3]
+from tests.conftest import ROOT
 
 
 def test_a_shipped_file_says_everything():

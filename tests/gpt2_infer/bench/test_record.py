@@ -11,9 +11,10 @@ import pytest
 from gpt2_infer import RequestError
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import SCHEMA, ResultsError, check_output, encode, read, schema
+from tests.conftest import ROOT
 from tests.gpt2_infer.bench.common import kernels
 
-RESULTS = Path(__file__).parents[3] / "results"
+RESULTS = ROOT / "results"
 
 
 def test_a_written_file_reads_back_the_same(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +15,7 @@ from gpt2_infer.bench.prediction import find_gpu, likely, timed_on
 from gpt2_infer.bench.record import Gpu, KernelCell
 from gpt2_infer.cli import main
 from tests.gpt2_infer.bench.common import file_of, kernel, kernels
+from tests.gpt2_infer.cli.program import ROOT
 
 FOUND = Prediction(
     version="v12",
@@ -43,7 +43,7 @@ def _predicted(monkeypatch):
 
 def test_the_largest_parts_the_bound_and_the_likely_range_are_shown(capsys, monkeypatch, tmp_path):
     largest = "42.0 shared memory, 40.7 uneven blocks, 30.0 issue slots"
-    monkeypatch.chdir(Path(__file__).parents[3])
+    monkeypatch.chdir(ROOT)
     assert main(COMMAND) == 0
     shown = capsys.readouterr().out
     (row,) = (line for line in shown.splitlines() if line.startswith("1024 "))

@@ -7,11 +7,11 @@ pytest.importorskip("pygments")
 
 from attention_kernels import get_backend
 from attention_kernels.judge.suite import Failure, Report
-from attention_kernels.ladder import compilers
+from tests.conftest import needs_compiler
 from tests.gpt2_infer.cli.program import run
 
 
-@pytest.mark.skipif(compilers.missing_compiler("emulator") is not None, reason="needs a compiler")
+@needs_compiler
 def test_a_wrong_kernel_has_its_verdict_on_the_page_and_the_exit_status_of_verify(
     monkeypatch, tmp_path, capsys
 ):
