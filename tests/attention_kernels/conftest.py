@@ -52,8 +52,8 @@ def faulty_op(file: Path, build: str) -> Callable[..., None]:
     return load_op(version, "cpu", f"the kernel {file.name}")
 
 
-def probe_line(marker: str) -> str:
-    """Return the file and line of emulator.cpp that end with a marker, as a message has them."""
-    lines = PROBE.read_text().splitlines()
+def place_of(marker: str | int, file: Path = PROBE) -> str:
+    """Return the file and line that end with a marker, as a message has them."""
+    lines = file.read_text("utf-8").splitlines()
     (number,) = (n for n, line in enumerate(lines, 1) if line.endswith(f"// {marker}"))
-    return f"{PROBE.name}:{number}"
+    return f"{file.name}:{number}"
