@@ -10,9 +10,10 @@ import pytest
 
 from attention_kernels.inspection.sass import predict
 from attention_kernels.inspection.sass.explain import StalledLine, Stalls
+from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.inspection.sass.predict import Prediction
 from gpt2_infer.bench.prediction import find_gpu, likely, timed_on
-from gpt2_infer.bench.record import Gpu, KernelCell
+from gpt2_infer.bench.record import KernelCell
 from gpt2_infer.cli import main
 from tests.gpt2_infer.bench.common import file_of, kernel, kernels
 from tests.gpt2_infer.cli.program import ROOT
@@ -58,24 +59,14 @@ def test_the_largest_parts_the_bound_and_the_likely_range_are_shown(capsys, monk
     assert err.startswith("skipped: results/a.json is not a results file")
 
 
-RTX = "NVIDIA GeForce RTX"
-CARDS = {  # the name of the card that is predicted for, and names of others
-    "h200": ["NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"],
-    "h100": ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"],
-    "a100": ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB"],
-    "t4": ["Tesla T4", "NVIDIA T400"],
-    "rtx4090": [f"{RTX} 4090", f"{RTX} 4090 D", f"{RTX} 4090 Laptop GPU", f"{RTX} 3060"],
-}
-
-
-@pytest.mark.parametrize("key", CARDS)
-def test_a_prediction_is_compared_only_with_timings_of_the_same_card(key):
-    for name in CARDS[key]:
-        timing = kernels()
-        timing.provenance.gpu = Gpu(
-            name=name, compute_capability="9.0", multiprocessors=1, memory_bytes=1, cuda="13.0"
-        )
-        assert bool(timed_on(find_gpu(key), [timing])) == (name == CARDS[key][0])
+def test_a_prediction_is_compared_only_with_timings_of_the_same_card():
+    """A card whose name is longer or shorter is another: an H200 NVL, an H20."""
+    timing, known = kernels(), {name: key for key, gpu in gpus().items() for name in gpu.devices}
+    for name in (*known, *(f"{one} NVL" for one in known), *(one[:-1] for one in known)):
+        timing.provenance.gpu.name = name
+        found = [key for key in gpus() if timed_on(find_gpu(key), [timing])]
+        assert found == ([known[name]] if name in known else [])
+    assert all(key.upper().removeprefix("RTX") in name for name, key in known.items())
 
 
 def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned():
