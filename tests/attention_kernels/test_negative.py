@@ -167,11 +167,7 @@ def faults() -> Iterator[tuple[str, int, str]]:
                 yield name, fault, order
 
 
-@pytest.fixture(scope="module", params=BUILDS)
-def build(request):
-    return request.param
-
-
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(("name", "fault", "order"), [*faults()])
 def test_only_a_fault_is_reported_or_changes_the_output(name, fault, order, build, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
