@@ -7,7 +7,6 @@ workers seconds sooner.
 from __future__ import annotations
 
 import collections
-import contextlib
 import gc
 import hashlib
 import json
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import filelock
 import pytest
 
 from attention_kernels.ladder import compilers
@@ -144,16 +142,6 @@ def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(limits, device, float("inf"))
 
 
-@contextlib.contextmanager
-def shared_by_workers(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
-    """Lock a path of this run; the first worker of xdist to come finds that it does not exist."""
-    folder = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with filelock.FileLock(folder / f"{name}.lock"):
-        yield folder / name
-
-
 def version_file(name: str, text: str) -> Path:
     """Write a version file to a path that depends on its text alone: the next run has its build."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -274,16 +262,3 @@ def browser() -> Iterator[Any]:
         browser = start(executable_path=program, args=["--no-sandbox"], timeout=120_000)
         yield browser
         browser.close()
-
-
-@pytest.fixture
-def violations() -> Callable[..., list[str]]:
-    """violations(page, options): what axe finds on a page that excludes readers."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-
-    def violations(page: Any, options: dict[str, Any] | None = None) -> list[str]:
-        found = axe.run(page, options=options).response["violations"]
-        serious = [one for one in found if one["impact"] in ("serious", "critical")]
-        return [node["failureSummary"] for one in serious for node in one["nodes"]]
-
-    return violations

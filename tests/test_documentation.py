@@ -61,9 +61,8 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
             module = ["-m", "gpt2_infer"] if program == "gpt2-infer" else []
             command = [sys.executable, *module, *words]
             subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-    assert f"#### `CUSTOM_CUDA_VERSION_{number + 1}`" in (
-        tmp_path / "docs" / "ladder-cuda-cores.md"
-    ).read_text("utf-8")
+    page = (tmp_path / "docs" / "ladder-cuda-cores.md").read_text("utf-8")
+    assert f"#### `CUSTOM_CUDA_VERSION_{number + 1}`" in page
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
@@ -78,10 +77,8 @@ def test_documented_commands_and_options_are_real(document):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_documented(command):
     text = (ROOT / "docs" / "cli.md").read_text("utf-8")
-    assert {*re.findall(r"--[a-z-]+", str(parse([command, "--help"])))} <= {
-        "--help",
-        *re.findall(r"--[a-z-]+", text),
-    }
+    documented = {"--help", *re.findall(r"--[a-z-]+", text)}
+    assert {*re.findall(r"--[a-z-]+", str(parse([command, "--help"])))} <= documented
 
 
 @pytest.mark.slow
