@@ -17,7 +17,6 @@ from attention_kernels.judge.pattern import pattern
 from attention_kernels.judge.suite import RACES, Failure, Report
 from attention_kernels.judge.truth import budget_factor
 from attention_kernels.ladder import compilers
-from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.record import BASELINE, Row
 from gpt2_infer.bench.study import KernelStudy, run
 
@@ -126,8 +125,8 @@ def verify(
     findings = Findings(report, sanitized, quick, [*report.failures])
     races = sum(failure.what.startswith(RACES) for failure in report.failures)
     findings.failures[races:races] = faults  # a race explains other faults
-    if findings.passed and findings.emulated and report.spec.version:
-        _compile(findings, report.spec.version)
+    if findings.passed and findings.emulated:
+        _compile(findings)
     elif findings.passed and not findings.emulated and timed:
         _time(findings, name, dtypes or report.spec.dtypes)
     return findings
@@ -142,8 +141,11 @@ def _sanitize(name: str, device: str) -> list[Failure]:
     return [Failure("bad accesses and races", fault, "sanitizers") for fault in faults]
 
 
-def _compile(findings: Findings, version: VersionHeader) -> None:
+def _compile(findings: Findings) -> None:
     """Add whether nvcc compiles an emulated version."""
+    version = findings.report.spec.version
+    if version is None:
+        return
     if compilers.find_nvcc() is None:
         findings.nvcc = "nvcc not found: its flags were not tried"
         return
