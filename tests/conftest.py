@@ -45,7 +45,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU, deselect its tests: skipping two thousand one by one takes seconds."""
+    """Without a GPU, deselect its tests: skipping a thousand one by one takes seconds."""
     import torch
 
     if not torch.cuda.is_available():
