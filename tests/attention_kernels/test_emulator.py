@@ -228,7 +228,7 @@ CALLS = {
     ("call", "fault", "words", "markers"),
     [
         ("block", 0, "", []),
-        ("block", 1, "this thread waits in __syncthreads()", ["ONE BARRIER", "BARRIER"]),
+        ("block", 1, "divergence: this thread waits in __syncthreads(", ["ONE BARRIER", "BARRIER"]),
         ("block", 2, "the mask does not name the caller", ["NOT NAMED"]),
         ("block", 3, "divergence: this thread waits in __syncwarp()", ["MASKS"]),
         ("block", 4, "illegal access to byte 256 of 256 bytes of dynamic shared memory", []),

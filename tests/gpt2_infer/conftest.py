@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +13,8 @@ def undisturbed(busy_machine: None) -> None:
 @pytest.fixture
 def unwritten_memory_is_nan():
     """Fill new tensors with NaN, so that it shows which elements nothing has written."""
+    import torch
+
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -64,7 +64,7 @@ REFUSED = [  # without a command, options of generate
     # Cyclopts would read these words as None, the default.
     ("predict x --dtype none", 'Invalid value "none" for --dtype'),
     ("batch x --out TMP/out --shard none", "--shard: must be a shard such as 0/4, not 'none'"),
-    ("verify x --device NULL", "must be a device, cuda, cuda:1 or the like, or cpu, not 'NULL'"),
+    ("verify x --device NULL", "--device: must be a device, cuda, cuda:1 or the like, or cpu, not"),
     ("--seed NULL", "--seed: must be an integer from 0 to 2^63 - 1, not 'NULL'"),
     ("--max-new-tokens 0", "--max-new-tokens: must be a"),
     ("--max-new-tokens nan", "--max-new-tokens: must be a"),
