@@ -66,7 +66,6 @@ class Engine:
             len(cls.padded_rows(request)),
             cls.needed(model, request, name),
             replace(request.sampling, seed=0),
-            request.check_finite,
             model.config,
             model.products,
             model.attention,
@@ -84,7 +83,6 @@ class Engine:
         prompts, new_tokens = self.padded_rows(request), request.max_new_tokens
         lengths = [len(row) for row in prompts]
         self.model, self.sampling = model, request.sampling
-        self.check_finite = request.check_finite
         self.batch = len(request.rows)
         self.longest, self.same_length = max(lengths), len({*lengths}) == 1
         self.last_length = self.longest + new_tokens - 1  # of the longest forward pass
@@ -166,8 +164,7 @@ class Engine:
         uniform = self.newest  # a placeholder that greedy ignores
         if not self.sampling.is_greedy:
             uniform = self.uniforms.gather(1, (self.lengths - self.prompt_lengths)[:, None])[:, 0]
-        token = self.sampling.choose(logits, uniform)
-        self.newest.copy_(token if self.check_finite else token.clamp_(min=0))
+        self.newest.copy_(self.sampling.choose(logits, uniform))
         self.tokens.index_put_((self.rows, self.lengths), self.newest)
         self.lengths += 1
 
