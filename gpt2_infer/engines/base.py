@@ -60,17 +60,8 @@ class Engine:
     @classmethod
     def shape(cls, model: GPT2, request: Request, name: EngineName) -> Hashable:
         """Return a key; one engine can serve all requests of the same key in turn."""
-        return (
-            cls,
-            name,
-            len(cls.padded_rows(request)),
-            cls.needed(model, request, name),
-            replace(request.sampling, seed=0),
-            model.config,
-            model.products,
-            model.attention,
-            model.decode_attention if request.mode == "kv-cache" else None,
-        )
+        rows, capacity = len(cls.padded_rows(request)), cls.needed(model, request, name)
+        return cls, name, rows, capacity, *key_of(model, request)
 
     @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
@@ -171,6 +162,12 @@ class Engine:
     def reset(self) -> None:
         """Discard all new tokens."""
         self.lengths.copy_(self.prompt_lengths)
+
+
+def key_of(model: GPT2, request: Request) -> tuple[Hashable, ...]:
+    """Return what calls must have in common, besides their sizes, to use the same engine."""
+    sampling = replace(request.sampling, seed=0)
+    return sampling, model.config, model.products, model.attention, model.decode_attention
 
 
 def length_step(name: EngineName, device: torch.device) -> int:
