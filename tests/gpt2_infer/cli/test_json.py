@@ -27,7 +27,6 @@ COMMAND = {
     "accesses": ["CUSTOM_CUDA_VERSION_1"],
     "backends": [],
     "batch": ["examples/prompts.jsonl", *MODEL, "--max-new-tokens", "1", "--out", "OUT"],
-    "cache": [],
     "diverge": ["naive-pytorch", "pytorch-sdpa-math", *MODEL, "--max-new-tokens", "1"],
     "export": ["CUSTOM_CUDA_VERSION_1", "--out", "OUT"],
     "generate": [*MODEL, "--max-new-tokens", "1"],
