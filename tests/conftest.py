@@ -137,6 +137,14 @@ def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(limits, device, float("inf"))
 
 
+@pytest.fixture(autouse=True)
+def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat timed calls for a shorter time: no test needs a precise one."""
+    from attention_kernels.judge import worker
+
+    monkeypatch.setitem(worker.REPEATED_S, "cpu", 0.02)
+
+
 @contextlib.contextmanager
 def shared_by_workers(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
     """Lock a path of this run; the first worker of xdist to come finds that it does not exist."""
