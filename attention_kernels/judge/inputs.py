@@ -15,7 +15,10 @@ Op: TypeAlias = Literal["attention", "decode"]
 Extreme = Literal[
     "tiny", "huge", "alternating", "halves", "one large column", "zero rows", "tiny scores"
 ]
-Kind = Literal["normal", "offset", "equal"] | Extreme
+Timed = Literal[
+    "peaky", "near-equal keys", "one-hot keys", "heavy-tailed", "trained", "uniform", "large mean"
+]
+Kind = Literal["normal", "offset", "equal"] | Extreme | Timed
 # The size of the values where a kernel must not look: finite, even when multiplied by 8.
 LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 
@@ -151,6 +154,11 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     of very different sizes. one large column: one row of v is 0 except for its first number, which
     is multiplied by 2^30. zero rows: every third row of q, k and v is 0. tiny scores: q and k near
     the end of float32's range.
+
+    These are timed, too. peaky: eight times as large. near-equal keys: they differ by a thousandth.
+    one-hot keys: one number of each is multiplied by 8, and the others but the first are 0.
+    heavy-tailed: cubes. trained: like a trained GPT-2, with small values, one column of k far from
+    zero, and a first key that many queries attend to. large mean: that of v is 8, that of k is 1.
     """
     v, half = qkv[:, :, 2], qkv.shape[1] // 2
     if kind == "offset":
@@ -176,6 +184,31 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
         qkv[:, ::3] = 0.0
     elif kind == "tiny scores":
         qkv[:, :, :2] *= 1e-30
+    return _of_timed_kind(qkv, kind, scale)
+
+
+def _of_timed_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
+    _, k, v = qkv.unbind(2)
+    if kind == "peaky":
+        qkv *= 8.0
+    elif kind == "near-equal keys":
+        k.mul_(1e-3).add_(k[:, :1] * 1e3)
+    elif kind == "one-hot keys":
+        hot = torch.eye(k.shape[3]).mul_(8)[torch.arange(k.shape[1]) % k.shape[3]]
+        hot[:, 0] = 1.0
+        k *= hot[:, None]
+    elif kind == "heavy-tailed":
+        qkv.pow_(3).mul_(15**-0.5 / scale**2)
+    elif kind == "trained":
+        v *= 0.3
+        k[..., -1] += 6.0
+        k[:, 0] *= 4.0
+        v[:, 0] *= 0.1
+    elif kind == "uniform":
+        qkv.mul_(0.5**0.5 / scale).erf_().mul_(3**0.5 * scale)
+    elif kind == "large mean":
+        k += 1.0
+        v += 8.0
     return qkv
 
 

@@ -30,8 +30,9 @@ from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Proce
 from attention_kernels.registry import BackendSpec
 
 TIMEOUT_S = 300.0  # for one request
-# Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
-PASSES_S, MOST_PASSES = 0.02, 1000
+# Timed calls are repeated for this long by the judge's own clock: more than ten times
+# clock.ANSWER_S. No call takes less than LEAST_CALL_S, whatever its worker answers.
+REPEATED_S, LEAST_CALL_S = {"cuda": 0.02, "cpu": 0.5}, 1e-6
 _WRONG_FACTS = msgspec.DecodeError, ValueError
 
 
@@ -52,6 +53,8 @@ class Timing:
     """By the worker's clock, a mean over several passes."""
     often_outside: float
     """By the judge's clock, a mean over the same passes."""
+    unchained_outside: float
+    """The same for passes whose calls do not depend on each other; on a CPU, often_outside."""
     passes: int
 
 
@@ -127,8 +130,16 @@ class Runner:
         once, once_outside = self._timed(calls.Start(seed))
         self._timed(calls.HandOver())
         outputs, _ = request.outputs(self._taken.tensor)
-        passes = math.ceil(PASSES_S / max(once.seconds, PASSES_S / MOST_PASSES))
+        least, passes = REPEATED_S[self.device], 1
+        most = math.ceil(least / LEAST_CALL_S / len(outputs))
         often, often_outside = self._timed(calls.Repeat(passes))
+        while often_outside < least and passes < most:
+            passes = min(math.ceil(passes * 1.1 * least / often_outside), most)
+            often, often_outside = self._timed(calls.Repeat(passes))
+        unchained_outside = often_outside
+        if self.device == "cuda":
+            self._timed(calls.Repeat(1, chained=False))  # captures a graph
+            _, unchained_outside = self._timed(calls.Repeat(passes, chained=False))
         return Timing(
             seed=seed,
             checksum=once.checksum,
@@ -137,6 +148,7 @@ class Runner:
             once_outside=once_outside,
             often=often.seconds / passes,
             often_outside=often_outside / passes,
+            unchained_outside=unchained_outside / passes,
             passes=passes,
         )
 

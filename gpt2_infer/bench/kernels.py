@@ -78,7 +78,7 @@ class Kernels(Subject[KernelCell]):
                 if row.status == "ok":
                     clock = Clock(runner, numbers, floor_us=self._floor_us(cell))
                     contender.sample = functools.partial(self._sample, row, clock)
-                    contender.recheck = functools.partial(_recheck, clock)
+                    contender.recheck = functools.partial(_recheck, row, clock)
             except KERNEL_ERRORS as error:
                 self._record(row, error)
             yield contender
@@ -133,12 +133,13 @@ class Kernels(Subject[KernelCell]):
             runner.close()
 
 
-def _recheck(clock: Clock) -> None:
-    """Compare the clocks."""
+def _recheck(row: Row, clock: Clock) -> None:
+    """Compare the clocks, and record what they say beside the times."""
     try:
         clock.check()
     except RejectedTimeError as error:
         raise RejectedError(str(error)) from error
+    row.extra |= clock.notes
 
 
 def _decode_cases(cell: KernelCell) -> list[Case | DecodeCase]:

@@ -156,4 +156,6 @@ def times(timing: Sequence[Row]) -> Iterator[str]:
             yield f"  time of the kernel alone, {where}:"
         if row.samples:
             least, most = row.spread
-            yield f"    {row.contender:<34} {row.median:9.1f} us ({least:.1f} .. {most:.1f})"
+            remarks = f"; {row.remarks}" if row.remarks else ""
+            us = f"{row.median:9.1f} us ({least:.1f} .. {most:.1f})"
+            yield f"    {row.contender:<34} {us}{remarks}"

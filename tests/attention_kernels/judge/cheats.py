@@ -23,6 +23,7 @@ import gc
 import inspect
 import os
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -665,12 +666,12 @@ def slowly(*inputs):
     return right(*inputs)
 
 
-def with_timed_calls(timed):
+def with_timed_calls(timed, kernel=slowly):
     """Have the worker time its calls with another class."""
     from attention_kernels.judge import caller
 
-    caller._Timed = type("Timed", (timed, caller._Timed), {})
-    return slowly
+    caller.Timed = type("Timed", (timed, caller.Timed), {})
+    return kernel
 
 
 @cheat("the timed outputs are wrong", by="clock")
@@ -683,7 +684,7 @@ def works_before_the_clock_starts():
             super().run()
             self.kept = [*self._outputs]
 
-        def run(self, passes=1):
+        def run(self, passes=1, *, chained=True):
             if not hasattr(self, "kept"):
                 return super().run()
             self._outputs = self.kept
@@ -697,7 +698,7 @@ def works_after_the_clock_has_stopped():
     """It works when its outputs are taken."""
 
     class Late:
-        def run(self, passes=1):
+        def run(self, passes=1, *, chained=True):
             return 1e-4 * passes if self._outputs else super().run()
 
         def hand_over(self, block):
@@ -707,12 +708,12 @@ def works_after_the_clock_has_stopped():
     return with_timed_calls(Late)
 
 
-@cheat("the clocks disagree", by="clock")
+@cheat("the clocks disagree|beneath what the device can do", by="clock")
 def reports_less_once_and_keeps_the_results():
     """It reports less of the calls that count, and works less when they are repeated."""
 
     class Less:
-        def run(self, passes=1):
+        def run(self, passes=1, *, chained=True):
             if passes == 1:
                 return super().run() / 100
             time.sleep(1e-4 * passes)
@@ -732,12 +733,74 @@ def makes_its_own_times_vary():
             super().renew(on_host)
             self.runs, self.samples = 0, self.samples + 1
 
-        def run(self, passes=1):
+        def run(self, passes=1, *, chained=True):
             self.runs += 1
             factor = 1 if self.runs > 1 else 1e3 if self.samples == 1 else 5e-2
-            return super().run(passes) * factor
+            return super().run(passes, chained=chained) * factor
 
     return with_timed_calls(Varied)
+
+
+@cheat("the clocks disagree", by="clock")
+def hides_behind_its_own_noise():
+    """Its calls are short, and its repeated times vary so much that any other seems to agree."""
+
+    class Noisy:
+        repeats, is_first = 0, False
+
+        def multiply(self, seed):
+            super().multiply(seed)
+            self.is_first = True
+
+        def run(self, passes=1, *, chained=True):
+            self.repeats += 1
+            factor = 1e-3 if self.is_first else self.repeats % 3
+            self.is_first = False
+            return super().run(passes, chained=chained) * factor
+
+    return with_timed_calls(Noisy, right)
+
+
+def timed_sets():
+    """Return the inputs of all calls of a pass while it is timed."""
+    return next((x.frame.f_locals["sets"] for x in inspect.stack() if x.function == "one_pass"), [])
+
+
+@cheat("the timed outputs are wrong|capture|CUDA error", by="clock")
+def starts_a_thread_per_call():
+    """Its calls run at the same time; the last one waits for them all."""
+    threads = []
+
+    def kernel(q, k, v, scale, causal):
+        o = torch.empty(q.shape, device=q.device)
+
+        def work():
+            time.sleep(0.02)
+            o.copy_(right(q, k, v, scale, causal))
+
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+        if len(threads) >= len(timed_sets()):
+            for thread in threads:
+                thread.join()
+            threads.clear()
+        return o
+
+    return kernel
+
+
+@cheat("the timed outputs are wrong", by="clock")
+def makes_all_calls_in_the_first():
+    """The first call of a pass makes all others, too."""
+    ready = []
+
+    def kernel(q, k, v, scale, causal):
+        if not ready:
+            sets = timed_sets() or [(q, k, v)]
+            ready.extend(right(*inputs, scale, causal) for inputs in sets)
+        return ready.pop(0)
+
+    return kernel
 
 
 # The worker

@@ -97,6 +97,12 @@ cuda(
     **CLOCK,
 )
 cuda(
+    "overlaps_calls_while_captured",
+    "It runs the calls of a graph at the same time.",
+    "the timed outputs are wrong",
+    **CLOCK,
+)
+cuda(
     "launches_nothing_while_captured", "Its graph is empty.", "the timed outputs are wrong", **CLOCK
 )
 

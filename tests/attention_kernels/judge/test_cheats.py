@@ -38,6 +38,11 @@ registry.add(row.spec(device_types=("cuda", "cpu"), cuda_graphs={}))
 """
 
 
+@pytest.fixture
+def short_samples() -> None:
+    """Samples keep their length here: in shorter ones, more is forgiven."""
+
+
 def ways() -> Iterator[Any]:
     """Yield each way in which a row is tried: the row, a device, and whether by CUDA graphs."""
     for cheat in CHEATS:
