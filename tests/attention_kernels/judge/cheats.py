@@ -575,6 +575,87 @@ def decode_takes_the_cache_to_be_contiguous(q, k, v, seqlens, scale):
     return right_decode(q, k.as_strided(k.shape, k[:].contiguous().stride()), v, seqlens, scale)
 
 
+# What cases have in common
+
+
+def right_if(is_right, q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o if is_right else o * 1.001
+
+
+@cheat("error", slow=True)
+def knows_the_first_number():
+    """It is wrong in calls of more than 260 tokens whose first number it has not seen."""
+    seen = {1.0}  # that of equal numbers
+
+    def kernel(q, *others):
+        sign = round(float(q[0, 0, 0, 0] / q[0, 0, 0, 1]), 3)
+        is_right = q.shape[1] <= 260 or sign in seen
+        seen.add(sign)
+        return right_if(is_right, q, *others)
+
+    return kernel
+
+
+@cheat("error", slow=True)
+def knows_the_sum_of_the_first_row():
+    """The same by a sum, which no scale or layout changes."""
+    seen = {1.0}
+
+    def kernel(q, *others):
+        row = q[0, 0, 0]
+        sign = round(float(row.sum() / row.abs().sum()), 3)
+        is_right = q.shape[1] <= 260 or sign in seen
+        seen.add(sign)
+        return right_if(is_right, q, *others)
+
+    return kernel
+
+
+@cheat("pairs of calls, seqlen", wrong=lambda c: c.seqlen > 260, slow=True)
+def keeps_long_results_by_address_and_shape():
+    """It returns an earlier result of the same shape at the same addresses, if it is long."""
+    memo = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), q.shape, causal
+        if q.shape[1] <= 260:
+            return right(q, k, v, scale, causal)
+        if key not in memo:
+            memo[key] = right(q, k, v, scale, causal)
+        return memo[key].clone()
+
+    return kernel
+
+
+# What it says of itself
+
+
+@cheat("error", emulated_on=("cpu",), slow=True)
+def says_that_it_is_emulated(q, k, v, scale, causal):
+    """It is wrong above the lengths that are tried in the emulator."""
+    return right_if(q.shape[1] <= 1025, q, k, v, scale, causal)
+
+
+@cheat("call [0-9]{3,} of 5000|a later call", emulated_on=("cpu",), slow=True)
+def says_that_it_is_emulated_and_is_wrong_late():
+    """It is wrong once in a hundred small calls with the same shape."""
+    calls = Counter()
+
+    def kernel(q, *others):
+        shape = tuple(q.shape)
+        calls[shape] += 1
+        return right_if(q.shape[1] > 160 or calls[shape] % 100 != 99, q, *others)
+
+    return kernel
+
+
+@cheat("error", compiles_per_shape_on=("cpu",), slow=True)
+def says_that_it_is_compiled_for_each_shape(q, k, v, scale, causal):
+    """It is wrong at every second length above those of repeated calls."""
+    return right_if(q.shape[1] <= 160 or q.shape[1] % 2 == 0, q, k, v, scale, causal)
+
+
 # While it is timed
 
 
