@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
@@ -82,8 +82,9 @@ class Process:
             self._process.join(ENDING_TIMEOUT_S)
         except msgspec.DecodeError:
             pass
+        status = self._process.exitcode
         self._kill()
-        if (status := self._process.exitcode) is None:
+        if status is None:
             raise EndedError("it broke off the connection to the judge")
         raise EndedError(f"it {ending(status)}", killed=status < 0)
 
@@ -141,7 +142,10 @@ def _begin(
 ) -> None:
     """Set up a process of the judge's and run `target` in it."""
     os.setsid()  # what it starts is in its group, and is stopped and killed with it
-    end_with_parent()  # also when it is stopped: then the thread below does not run
+    # The judge may be killed while this is stopped, and the thread below with it. The server ends
+    # with the judge, unless this keeps it, and the system then ends this.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    end_with_parent()
     stderr, *others = (reduction.recv_handle(connection) for _ in range(1 + fds))
     os.dup2(stderr, 2)
     os.dup2(2, 1)  # only the judge prints the verdict

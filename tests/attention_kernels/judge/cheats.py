@@ -23,6 +23,7 @@ import gc
 import inspect
 import os
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -41,7 +42,8 @@ class Cheat:
     cause: str
     caught: str
     """A regular expression; "passed" for what does no harm."""
-    by: Literal["verify", "clock"] = "verify"
+    by: Literal["verify", "clock", "rivals"] = "verify"
+    """"rivals": by what it may do while they are timed."""
     on: tuple[str, ...] = ("cpu",)
     """The devices on which it is tried."""
     make: Callable[[], Kernels] = Kernels
@@ -73,7 +75,7 @@ CHEATS: list[Cheat] = []
 def cheat(
     caught: str,
     *,
-    by: Literal["verify", "clock"] = "verify",
+    by: Literal["verify", "clock", "rivals"] = "verify",
     op: str = "attention",
     wrong: Callable[[Any], bool] = lambda _: True,
     slow: bool = False,
@@ -819,6 +821,34 @@ def makes_its_own_times_vary():
             return super().run(passes) * factor
 
     return with_timed_calls(Varied)
+
+
+# While others are timed
+
+
+def spin():
+    while True:
+        pass
+
+
+@functools.cache
+def spin_in_a_child():
+    if not os.fork():
+        spin()
+
+
+@cheat("stopped", by="rivals")
+def keeps_the_cores_busy_with_a_thread():
+    """It starts a thread when it is loaded, which slows the others."""
+    threading.Thread(target=spin, daemon=True).start()
+    return right
+
+
+@cheat("stopped", by="rivals")
+def keeps_the_cores_busy_with_a_child(q, k, v, scale, causal):
+    """It starts a process in its first call, which slows the others."""
+    spin_in_a_child()
+    return right(q, k, v, scale, causal)
 
 
 # The worker
