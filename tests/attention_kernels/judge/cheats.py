@@ -585,7 +585,7 @@ def right_if(is_right, q, k, v, scale, causal):
     return o if is_right else o * 1.001
 
 
-@cheat("error", slow=True)
+@cheat("error|two runs", slow=True)  # of a check for leaks
 def knows_the_first_number():
     """It is wrong in calls of more than 260 tokens whose first number it has not seen."""
     seen = {1.0}  # that of equal numbers
@@ -599,7 +599,7 @@ def knows_the_first_number():
     return kernel
 
 
-@cheat("error", slow=True)
+@cheat("error|two runs", slow=True)  # of a check for leaks
 def knows_the_sum_of_the_first_row():
     """The same by a sum, which no scale or layout changes."""
     seen = {1.0}
@@ -614,14 +614,14 @@ def knows_the_sum_of_the_first_row():
     return kernel
 
 
-@cheat("pairs of calls, seqlen", wrong=lambda c: c.seqlen > 260, slow=True)
+@cheat("pairs of calls, seqlen", wrong=lambda c: 260 < c.seqlen < 1000, slow=True)
 def keeps_long_results_by_address_and_shape():
     """It returns an earlier result of the same shape at the same addresses, if it is long."""
     memo = {}
 
     def kernel(q, k, v, scale, causal):
         key = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), q.shape, causal
-        if q.shape[1] <= 260:
+        if not 260 < q.shape[1] < 1000:  # longer calls are repeated by a check for leaks
             return right(q, k, v, scale, causal)
         if key not in memo:
             memo[key] = right(q, k, v, scale, causal)
