@@ -60,6 +60,7 @@ THREADS = (1, 2, 5)
 JUDGED_ON_CPU = 1e8
 # The most bytes of inputs of requests that are prepared ahead; references take as much again.
 MOST_AHEAD = 2**26
+RACES = "races in shared memory"
 # How many cases run before repeated calls, and over how many places their order is drawn.
 CHEAP, WINDOW = 200, 20
 # How many pairs are called, of short cases and of long ones of each op, and the most work of a
@@ -452,7 +453,7 @@ def race_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> Ite
                 for causal in (True, False)
             ]
         for case in found:
-            yield f"races in shared memory, {case}", functools.partial(races, case)
+            yield f"{RACES}, {case}", functools.partial(races, case)
 
 
 def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Check]:
