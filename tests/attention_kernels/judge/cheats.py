@@ -614,7 +614,7 @@ def knows_the_sum_of_the_first_row():
     return kernel
 
 
-@cheat("pairs of calls, seqlen", wrong=lambda c: 260 < c.seqlen < 1000, slow=True)
+@cheat("pairs of", wrong=lambda c: 260 < c.seqlen < 1000, slow=True)
 def keeps_long_results_by_address_and_shape():
     """It returns an earlier result of the same shape at the same addresses, if it is long."""
     memo = {}
