@@ -71,11 +71,11 @@ def serve(
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
         caller = Caller(spec, device, Block(given), Block(taken))
-        if device in spec.emulated_on:
+        if spec.is_emulated(device):
             torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
         if device == "cuda":
             poison_freed_memory(torch.empty(1, device=device))  # starts CUDA
-        if races and spec.version and device in spec.emulated_on:
+        if races and spec.version and spec.is_emulated(device):
             ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)
         has = spec.has_attention(), spec.has_decode(device)
@@ -129,7 +129,7 @@ class Caller:
 
     def _prepare(self, calls: Calls) -> Reply:
         """Copy the inputs of calls to time to their places on the device."""
-        on_host = self.given.tensor[: calls.given_bytes]
+        on_host = self.given.tensor[calls.place : calls.given_bytes]
         if self._timed is None or self._timed.calls != calls:
             self._timed = None  # frees its memory first
             block = on_host.to(self.device, copy=True)
@@ -140,7 +140,9 @@ class Caller:
     def _call(self, calls: Calls) -> Reply:
         """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
         self._timed = None
-        on_host = [self.given.storage(*place) for place in calls.storages]
+        on_host = [self.given.storage(calls.place + at, size) for at, size in calls.storages]
+        # On a GPU, where the allocator decides, this moves those after it.
+        before = torch.empty(calls.place, dtype=torch.uint8, device=self.device)
         on_device = [storage.to(self.device) for storage in on_host]
         sets = unpack(on_device, calls.sets)
         outputs = calls.outputs(self.taken.tensor)
@@ -161,6 +163,7 @@ class Caller:
         for host, device in zip(on_host, on_device, strict=True):
             if host is not device:
                 host.copy_(device)
+        del before
         return Reply()
 
     def _kernel(self, calls: Calls) -> Kernel:

@@ -118,21 +118,24 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     """The number of torch's threads; 0: the default."""
     races: bool = False
     """Whether to call the build that reports races in shared memory; emulated kernels only."""
+    place: int = 0
+    """Where the block of inputs begins in the memory that is shared."""
     clock: bool = False
     """Whether the calls are timed: on CUDA as a graph, if the backend allows it."""
 
     @property
     def given_bytes(self) -> int:
-        """The size of the block of inputs."""
+        """The size of the memory up to the end of the block of inputs."""
         start, size = self.storages[-1]
-        return start + aligned(size) + GUARD
+        return self.place + start + aligned(size) + GUARD
 
     @property
     def numbers_bytes(self) -> int:
         """The size of the part of the block of inputs before the first integers."""
         views = (view for tensors in self.sets for view in tensors)
         integers = (view.storage for view in views if not view.torch_dtype.is_floating_point)
-        return min((self.storages[x][0] for x in integers), default=self.given_bytes)
+        whole = self.given_bytes - self.place
+        return min((self.storages[x][0] for x in integers), default=whole)
 
     @property
     def taken_bytes(self) -> int:
@@ -255,8 +258,8 @@ class Request:
         return sets
 
     def fault(self, block: Tensor) -> str:
-        """Return which input the calls changed, given the block of inputs after them; else ''."""
-        after = block[: len(self.block)].clone()
+        """Return which input the calls changed, given the memory of inputs after them; else ''."""
+        after = block[self.calls.place : self.calls.given_bytes].clone()
         if torch.equal(after, self.block):
             return ""
         names, storages = NAMES[self.calls.op], self.calls.storages

@@ -15,14 +15,14 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from attention_kernels.child import ending, start_server
+from attention_kernels.child import end_with_parent, ending, start_server
 from attention_kernels.errors import AttentionError
 from attention_kernels.judge.calls import Reply
 
@@ -62,7 +62,8 @@ class Process:
                 reduction.send_handle(self._connection, fd, self._process.pid)
 
     def say(self, message: bytes) -> None:
-        """Send a message; whether it arrives, the next answer says."""
+        """Send a message; whether it arrives, the next answer says. It continues if stopped."""
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self._connection.send_bytes(message)
 
@@ -74,23 +75,38 @@ class Process:
         """Return the next answer; raises EndedError."""
         try:
             if not self._connection.poll(timeout_s):
-                self._process.kill()
+                self._kill()
                 raise EndedError(f"it did not end within {timeout_s:g} s")
             return msgspec.json.decode(self._connection.recv_bytes(LARGEST_MESSAGE), type=Reply)
         except (EOFError, OSError):
             self._process.join(ENDING_TIMEOUT_S)
         except msgspec.DecodeError:
             pass
-        self._process.kill()
-        if (status := self._process.exitcode) is None:
+        status = self._process.exitcode
+        self._kill()
+        if status is None:
             raise EndedError("it broke off the connection to the judge")
         raise EndedError(f"it {ending(status)}", killed=status < 0)
 
+    def stop(self) -> None:
+        """Stop it and the processes that it has started, until the next message."""
+        self._signal(signal.SIGSTOP)
+
     def close(self) -> None:
-        """End it."""
-        self._process.kill()
+        """End it and the processes that it has started."""
+        self._kill()
         self._process.join()
         self._connection.close()
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.kill()  # it may have no group of its own yet
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to its group, if there is one."""
+        assert self._process.pid is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
 
 @contextlib.contextmanager
@@ -125,6 +141,11 @@ def _begin(
     *arguments: Any,
 ) -> None:
     """Set up a process of the judge's and run `target` in it."""
+    os.setsid()  # what it starts is in its group, and is stopped and killed with it
+    # The judge may be killed while this is stopped, and the thread below with it. The server ends
+    # with the judge, unless this keeps it, and the system then ends this.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    end_with_parent()
     stderr, *others = (reduction.recv_handle(connection) for _ in range(1 + fds))
     os.dup2(stderr, 2)
     os.dup2(2, 1)  # only the judge prints the verdict

@@ -83,7 +83,7 @@ class Runner:
     @property
     def is_emulated(self) -> bool:
         """Whether its kernels run in the CPU emulator."""
-        return self.device in self.spec.emulated_on
+        return self.spec.is_emulated(self.device)
 
     def load(self) -> None:
         """Wait until the backend is built and loaded.
@@ -97,7 +97,8 @@ class Runner:
         self.calls += len(request.calls.order)
         self._given.grow(request.calls.given_bytes)
         self._taken.grow(request.calls.taken_bytes)
-        self._given.tensor[: len(request.block)] = request.block
+        given = slice(request.calls.place, request.calls.given_bytes)
+        self._given.tensor[given] = request.block
         self._say(request.calls)
 
     def receive(self) -> calls.Outputs:
@@ -151,6 +152,9 @@ class Runner:
             unchained_outside=unchained_outside / passes,
             passes=passes,
         )
+
+    def rest(self) -> None:
+        """Stop its process, if it has one, until the next request."""
 
     def close(self) -> None:
         """End its process, if it has one."""
@@ -238,6 +242,10 @@ class Worker(Runner):
     def has_answered(self) -> bool:
         """Return whether load() or receive() would return at once."""
         return self._process.has_answered()
+
+    def rest(self) -> None:
+        """Stop the process, its threads and its children until the next request."""
+        self._process.stop()
 
     def close(self) -> None:
         """End the process."""

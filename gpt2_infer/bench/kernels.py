@@ -81,6 +81,7 @@ class Kernels(Subject[KernelCell]):
                     contender.recheck = functools.partial(_recheck, row, clock)
             except KERNEL_ERRORS as error:
                 self._record(row, error)
+            self._rest(row)
             yield contender
 
     def close(self) -> None:
@@ -122,6 +123,13 @@ class Kernels(Subject[KernelCell]):
         except KERNEL_ERRORS as error:
             self._record(row, error)
             raise RejectedError(f"while it was timed: {row.reason}") from error
+        finally:
+            self._rest(row)
+
+    def _rest(self, row: Row) -> None:
+        """Stop the contender's process, so that its load is not the next one's time."""
+        if runner := self._runners.get(row.contender):
+            runner.rest()
 
     def _record(self, row: Row, error: Exception) -> None:
         """Record a kernel's exception; unless it is a refusal, the next cell has a new process.

@@ -42,7 +42,8 @@ class Cheat:
     cause: str
     caught: str
     """A regular expression; "passed" for what does no harm."""
-    by: Literal["verify", "clock"] = "verify"
+    by: Literal["verify", "clock", "rivals"] = "verify"
+    """"rivals": by what it may do while they are timed."""
     on: tuple[str, ...] = ("cpu",)
     """The devices on which it is tried."""
     make: Callable[[], Kernels] = Kernels
@@ -74,7 +75,7 @@ CHEATS: list[Cheat] = []
 def cheat(
     caught: str,
     *,
-    by: Literal["verify", "clock"] = "verify",
+    by: Literal["verify", "clock", "rivals"] = "verify",
     op: str = "attention",
     wrong: Callable[[Any], bool] = lambda _: True,
     slow: bool = False,
@@ -576,6 +577,87 @@ def decode_takes_the_cache_to_be_contiguous(q, k, v, seqlens, scale):
     return right_decode(q, k.as_strided(k.shape, k[:].contiguous().stride()), v, seqlens, scale)
 
 
+# What cases have in common
+
+
+def right_if(is_right, q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o if is_right else o * 1.001
+
+
+@cheat("error|two runs", slow=True)  # of a check for leaks
+def knows_the_first_number():
+    """It is wrong in calls of more than 260 tokens whose first number it has not seen."""
+    seen = {1.0}  # that of equal numbers
+
+    def kernel(q, *others):
+        sign = round(float(q[0, 0, 0, 0] / q[0, 0, 0, 1]), 3)
+        is_right = q.shape[1] <= 260 or sign in seen
+        seen.add(sign)
+        return right_if(is_right, q, *others)
+
+    return kernel
+
+
+@cheat("error|two runs", slow=True)  # of a check for leaks
+def knows_the_sum_of_the_first_row():
+    """The same by a sum, which no scale or layout changes."""
+    seen = {1.0}
+
+    def kernel(q, *others):
+        row = q[0, 0, 0]
+        sign = round(float(row.sum() / row.abs().sum()), 3)
+        is_right = q.shape[1] <= 260 or sign in seen
+        seen.add(sign)
+        return right_if(is_right, q, *others)
+
+    return kernel
+
+
+@cheat("pairs of", wrong=lambda c: 260 < c.seqlen < 1000, slow=True)
+def keeps_long_results_by_address_and_shape():
+    """It returns an earlier result of the same shape at the same addresses, if it is long."""
+    memo = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), q.shape, causal
+        if not 260 < q.shape[1] < 1000:  # longer calls are repeated by a check for leaks
+            return right(q, k, v, scale, causal)
+        if key not in memo:
+            memo[key] = right(q, k, v, scale, causal)
+        return memo[key].clone()
+
+    return kernel
+
+
+# What it says of itself
+
+
+@cheat("error", emulated_on=("cpu",), slow=True)
+def says_that_it_is_emulated(q, k, v, scale, causal):
+    """It is wrong above the lengths that are tried in the emulator."""
+    return right_if(q.shape[1] <= 1025, q, k, v, scale, causal)
+
+
+@cheat("call [0-9]{3,} of 5000|a later call", emulated_on=("cpu",), slow=True)
+def says_that_it_is_emulated_and_is_wrong_late():
+    """It is wrong once in a hundred small calls with the same shape."""
+    calls = Counter()
+
+    def kernel(q, *others):
+        shape = tuple(q.shape)
+        calls[shape] += 1
+        return right_if(q.shape[1] > 160 or calls[shape] % 100 != 99, q, *others)
+
+    return kernel
+
+
+@cheat("error", compiles_per_shape_on=("cpu",), slow=True)
+def says_that_it_is_compiled_for_each_shape(q, k, v, scale, causal):
+    """It is wrong at every second length above those of repeated calls."""
+    return right_if(q.shape[1] <= 160 or q.shape[1] % 2 == 0, q, k, v, scale, causal)
+
+
 # While it is timed
 
 
@@ -801,6 +883,34 @@ def makes_all_calls_in_the_first():
         return ready.pop(0)
 
     return kernel
+
+
+# While others are timed
+
+
+def spin():
+    while True:
+        pass
+
+
+@functools.cache
+def spin_in_a_child():
+    if not os.fork():
+        spin()
+
+
+@cheat("stopped", by="rivals")
+def keeps_the_cores_busy_with_a_thread():
+    """It starts a thread when it is loaded, which slows the others."""
+    threading.Thread(target=spin, daemon=True).start()
+    return right
+
+
+@cheat("stopped", by="rivals")
+def keeps_the_cores_busy_with_a_child(q, k, v, scale, causal):
+    """It starts a process in its first call, which slows the others."""
+    spin_in_a_child()
+    return right(q, k, v, scale, causal)
 
 
 # The worker
