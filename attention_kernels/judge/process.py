@@ -13,10 +13,12 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,7 @@ import msgspec
 
 from attention_kernels.child import ending, start_server
 from attention_kernels.errors import AttentionError
+from attention_kernels.judge import isolation
 from attention_kernels.judge.calls import Reply
 
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
@@ -52,7 +55,9 @@ class Process:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
                 ours.setsockopt(socket.SOL_SOCKET, way, limit)
-        arguments = target, theirs, len(fds), dict(os.environ), *arguments
+        self._folder = tempfile.TemporaryDirectory(prefix="attention-", ignore_cleanup_errors=True)
+        environment = dict(os.environ)
+        arguments = target, theirs, len(fds), environment, self._folder.name, *arguments
         self._process = context.Process(target=_begin, args=arguments, daemon=True)
         with _without_main_and_argv():
             self._process.start()
@@ -91,6 +96,7 @@ class Process:
         self._process.kill()
         self._process.join()
         self._connection.close()
+        self._folder.cleanup()
 
 
 @contextlib.contextmanager
@@ -122,21 +128,25 @@ def _begin(
     connection: Connection,
     fds: int,
     environment: dict[str, str],
+    folder: str,
     *arguments: Any,
 ) -> None:
-    """Set up a process of the judge's and run `target` in it."""
+    """Set up a process of the judge's and run `target` in it, which has to call `enclose`."""
     stderr, *others = (reduction.recv_handle(connection) for _ in range(1 + fds))
     os.dup2(stderr, 2)
     os.dup2(2, 1)  # only the judge prints the verdict
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the judge reports it
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+    def enclose(caches: Path = Path(folder)) -> None:
+        isolation.enclose(Path(folder), caches)
+        threading.Thread(target=_die_with_parent, daemon=True).start()
 
     def answer(reply: Reply) -> None:
         connection.send_bytes(msgspec.json.encode(reply))
 
-    target(answer, connection.recv_bytes, *others, *arguments)
+    target(answer, connection.recv_bytes, enclose, *others, *arguments)
 
 
 def _die_with_parent() -> None:

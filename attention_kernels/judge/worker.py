@@ -25,7 +25,7 @@ from torch import Tensor
 from attention_kernels import registry
 from attention_kernels.child import check_time_limit
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnknownBackendError
-from attention_kernels.judge import caller, calls, plugins
+from attention_kernels.judge import caller, calls, isolation, plugins
 from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process, shared_memory
 from attention_kernels.registry import BackendSpec
 
@@ -76,6 +76,8 @@ class Runner:
         self.has_attention, self.has_decode = has
         self.calls = 0
         """The number of calls that requests have asked for."""
+        self.not_isolated = ["it runs in the judge's own process"]
+        """What keeps its kernel from being isolated, in sentences."""
 
     @property
     def is_emulated(self) -> bool:
@@ -204,6 +206,7 @@ class Worker(Runner):
                 described = msgspec.json.decode(self._loaded(what), type=plugins.Described)
                 spec, has = known or described.spec(), described.has
             super().__init__(spec, device, memory, has)
+            self.not_isolated = isolation.missing()
             if load:
                 self.load()
         except BaseException as error:

@@ -1,0 +1,221 @@
+"""What a process that runs a kernel may do: compute, read files, and write in folders of its own.
+
+Landlock restricts files, and a seccomp filter denies the system calls that reach the network or
+another process. Both hold for the calling thread and all threads and processes that it starts, also
+root's, and cannot be lifted. They are a few system calls, so no package is needed for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from attention_kernels.child import end_with_parent, ending
+from attention_kernels.errors import AttentionError
+
+# Environment variables that name the caches of compilers that a kernel may come from.
+CACHES = (
+    "CUDA_CACHE_PATH",
+    "CUPY_CACHE_DIR",
+    "NUMBA_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+    "TRITON_CACHE_DIR",
+)
+DEVICES = (
+    "null",
+    "zero",
+    "full",
+    "random",
+    "urandom",
+    "nvidia*",
+    "nvhost*",
+    "nvgpu*",
+    "nvmap",
+    "dxg",
+)
+PROC = "self", "sys", "driver", "cpuinfo", "devices", "meminfo", "modules", "stat", "version"
+
+# Landlock: its system calls, the oldest version that can forbid truncation, and rights.
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF, LEAST_LANDLOCK = 444, 445, 446, 3
+EXECUTE, WRITE, READ, LIST, TRUNCATE, ALL_RIGHTS = 1, 2, 4, 8, 2**14, 2**15 - 1
+RIGHTS_TO_FILES = EXECUTE | WRITE | READ | TRUNCATE
+# Seccomp: by machine, the number of its system call and the name of the architecture.
+SECCOMP = {"x86_64": (317, 0xC000003E), "aarch64": (277, 0xC00000B7)}
+SPEED_AS_BEFORE = 4  # no protection against speculative stores, which would slow kernels down
+LOAD, JUMP, IF_EQUAL, IF_AT_LEAST, RETURN = 0x20, 0x05, 0x15, 0x35, 0x06
+ALLOW, DENY = 0x7FFF0000, 0x00050000 | errno.EPERM
+
+SIGNALS = "kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"
+# The system calls that are denied, some for most arguments; their numbers on x86-64 and aarch64.
+CALLS = """\
+ioctl 16 29
+fcntl 72 25
+socket 41 198
+socketpair 53 199
+connect 42 203
+kill 62 129
+tkill 200 130
+tgkill 234 131
+rt_sigqueueinfo 129 138
+rt_tgsigqueueinfo 297 240
+pidfd_send_signal 424 424
+pidfd_getfd 438 438
+ptrace 101 117
+process_vm_readv 310 270
+process_vm_writev 311 271
+process_madvise 440 440
+kcmp 312 272
+prlimit64 302 261
+setpriority 141 140
+bpf 321 280
+perf_event_open 298 241
+userfaultfd 323 282
+io_uring_setup 425 425"""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def missing() -> list[str]:
+    """Return why a process of the judge's is not isolated on this system, in sentences."""
+    found = []
+    if _landlock_version() < LEAST_LANDLOCK:
+        what = "it may write to your files and read those of other processes in /proc"
+        found.append(f"this system has no landlock (Linux 6.2 or later): {what}")
+    if not _has_seccomp():
+        found.append("this system has no seccomp: it may use the network and signal processes")
+    if os.geteuid() == 0:
+        found.append("it runs as root, of whom nothing is promised")
+    return found
+
+
+def enclose(folder: Path, caches: Path) -> None:
+    """Let this process write in `folder`, for temporary files, and in `caches` only.
+
+    It must have no other threads, which would not be restricted.
+    """
+    assert len(os.listdir("/proc/self/task")) == 1
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
+    os.environ |= {name: str(caches / name.lower()) for name in CACHES}
+    # Otherwise inductor compiles in a pool, whose locks are in /dev/shm.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    _check(_libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
+    if _landlock_version() >= LEAST_LANDLOCK:
+        _restrict_files({folder: ALL_RIGHTS, caches: ALL_RIGHTS})
+    if _has_seccomp():
+        _filter_calls()
+
+
+def apart(work: Callable[[], object]) -> str:
+    """Do work in a forked process, which this one's restrictions will not hold.
+
+    Returns the text of its error, or "".
+    """
+    reader, writer = os.pipe()
+    if pid := os.fork():
+        os.close(writer)
+        with open(reader, encoding="utf-8") as file:
+            text = file.read()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return text or (f"its build {ending(code)}" if code else "")
+    end_with_parent()
+    try:
+        work()
+    except BaseException as error:
+        os.write(writer, str(error).encode())
+    finally:
+        os._exit(0)
+
+
+def _check(result: int) -> int:
+    """Return the result of a system call; raises AttentionError if it failed."""
+    if result < 0:
+        why = os.strerror(ctypes.get_errno())
+        raise AttentionError(f"a kernel's process could not be isolated: {why}")
+    return result
+
+
+def _landlock_version() -> int:
+    """Return the version of landlock that the system has; below 1 without it."""
+    return int(_libc.syscall(CREATE_RULESET, None, 0, 1))
+
+
+def _restrict_files(writable: dict[Path, int]) -> None:
+    """Allow reading except in /dev and /proc, where little is needed, and some writing."""
+    roots = set(Path("/").iterdir()) - {Path("/dev"), Path("/proc")}
+    devices = {path for name in DEVICES for path in Path("/dev").glob(name)}
+    ruleset = _check(_libc.syscall(CREATE_RULESET, struct.pack("=Q", ALL_RIGHTS), 8, 0))
+    rules = dict.fromkeys(roots, EXECUTE | READ | LIST) | dict.fromkeys(devices, READ | WRITE)
+    rules |= dict.fromkeys((Path("/proc", name) for name in PROC), READ | LIST)
+    for path, rights in (rules | writable).items():
+        try:
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:  # a broken link, or a file of /proc that this system does not have
+            continue
+        these = rights if path.is_dir() else rights & RIGHTS_TO_FILES
+        _check(_libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", these, fd), 0))
+        # A rule is for an inode, and a file of /proc that nobody has open may get another one.
+        if path.parts[1] != "proc":
+            os.close(fd)
+    _check(_libc.syscall(RESTRICT_SELF, ruleset, 0))
+    os.close(ruleset)
+
+
+def _has_seccomp() -> bool:
+    """Return whether this system filters system calls, and their numbers are known."""
+    number, _ = SECCOMP.get(platform.machine(), (0, 0))
+    action = struct.pack("=I", DENY - errno.EPERM)
+    return number > 0 and _libc.syscall(number, 2, 0, action) == 0  # SECCOMP_GET_ACTION_AVAIL
+
+
+def _filter_calls() -> None:
+    """Deny the system calls of _rules()."""
+    number, architecture = SECCOMP[platform.machine()]
+    program = [(LOAD, 0, 0, 4), (IF_EQUAL, 1, 0, architecture), (RETURN, 0, 0, DENY)]
+    # From 2**30 on, x86-64 has the numbers of a second set of calls.
+    program += [(LOAD, 0, 0, 0), (IF_AT_LEAST, 0, 1, 2**30), (RETURN, 0, 0, DENY)]
+    for call, argument, values, is_allowed in _rules():
+        end = [(RETURN, 0, 0, DENY)] if is_allowed else [(JUMP, 0, 0, 1), (RETURN, 0, 0, DENY)]
+        program += [(LOAD, 0, 0, 0), (IF_EQUAL, 0, 1 + len(values) + len(end), call)]
+        program += [(LOAD, 0, 0, 16 + 8 * argument)]
+        left = range(len(values), 0, -1)
+        program += [(IF_EQUAL, n, 0, value) for n, value in zip(left, values, strict=True)]
+        program += end
+    program += [(RETURN, 0, 0, ALLOW)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
+    filter_ = struct.pack("@HP", len(program), ctypes.addressof(code))
+    _check(_libc.syscall(number, 1, SPEED_AS_BEFORE, filter_))  # SECCOMP_SET_MODE_FILTER
+
+
+def _rules() -> Iterator[tuple[int, int, Sequence[int], bool]]:
+    """Yield rules for calls: the number, an argument, and its values that are allowed, or denied.
+
+    io_uring makes other calls, which no filter sees. A socket without a connection could send to
+    any address, and a descriptor with an owner, or a terminal that is typed into, acts for others.
+    """
+    column = 1 + [*SECCOMP].index(platform.machine())
+    rows = [line.split() for line in CALLS.split("\n")]
+    numbers = {row[0]: int(row[column]) for row in rows}
+    me, kinds = os.getpid(), (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
+    flags = 0, socket.SOCK_CLOEXEC, socket.SOCK_NONBLOCK
+    connected = [kind | a | b for kind in kinds for a in flags for b in flags]
+    special: dict[str, list[tuple[int, Sequence[int], bool]]] = {
+        "socket": [(0, [socket.AF_UNIX], True), (1, connected, True)],
+        "socketpair": [(1, connected, True)],
+        "prlimit64": [(0, [0, me], True)],
+        "setpriority": [(0, [os.PRIO_PROCESS], True), (1, [0, me], True)],
+        "fcntl": [(1, [8, 10, 15], False)],  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+        # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
+        "ioctl": [(1, [0x8901, 0x8902, 0x5412, 0x541C], False)],
+        **{name: [(0, [me], True)] for name in SIGNALS},
+    }
+    for name, number in numbers.items():
+        for rule in special.get(name, [(0, [], True)]):
+            yield number, *rule
