@@ -21,79 +21,40 @@ from attention_kernels.child import end_with_parent, ending
 from attention_kernels.errors import AttentionError
 
 # Environment variables that name the caches of compilers that a kernel may come from.
-CACHES = (
-    "CUDA_CACHE_PATH",
-    "CUPY_CACHE_DIR",
-    "NUMBA_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TORCH_EXTENSIONS_DIR",
-    "TRITON_CACHE_DIR",
-)
-DEVICES = (
-    "null",
-    "zero",
-    "full",
-    "random",
-    "urandom",
-    "nvidia*",
-    "nvhost*",
-    "nvgpu*",
-    "nvmap",
-    "dxg",
-)
+CACHES = """CUDA_CACHE_PATH CUPY_CACHE_DIR NUMBA_CACHE_DIR TORCHINDUCTOR_CACHE_DIR
+TORCH_EXTENSIONS_DIR TRITON_CACHE_DIR"""
+DEVICES = "null", "zero", "full", "*random", "nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg"
 PROC = "self", "sys", "driver", "cpuinfo", "devices", "meminfo", "modules", "stat", "version"
 
 # Landlock: its system calls, the oldest version that can forbid truncation, and rights.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF, LEAST_LANDLOCK = 444, 445, 446, 3
-EXECUTE, WRITE, READ, LIST, TRUNCATE, ALL_RIGHTS = 1, 2, 4, 8, 2**14, 2**15 - 1
-RIGHTS_TO_FILES = EXECUTE | WRITE | READ | TRUNCATE
+READ, WRITE, EVERYTHING, TO_FILES = 0b1101, 0b10, 2**15 - 1, 2**14 + 0b111
 # Seccomp: by machine, the number of its system call and the name of the architecture.
 SECCOMP = {"x86_64": (317, 0xC000003E), "aarch64": (277, 0xC00000B7)}
 SPEED_AS_BEFORE = 4  # no protection against speculative stores, which would slow kernels down
 LOAD, JUMP, IF_EQUAL, IF_AT_LEAST, RETURN = 0x20, 0x05, 0x15, 0x35, 0x06
 ALLOW, DENY = 0x7FFF0000, 0x00050000 | errno.EPERM
 
-SIGNALS = "kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"
 # The system calls that are denied, some for most arguments; their numbers on x86-64 and aarch64.
-CALLS = """\
-ioctl 16 29
-fcntl 72 25
-socket 41 198
-socketpair 53 199
-connect 42 203
-kill 62 129
-tkill 200 130
-tgkill 234 131
-rt_sigqueueinfo 129 138
-rt_tgsigqueueinfo 297 240
-pidfd_send_signal 424 424
-pidfd_getfd 438 438
-ptrace 101 117
-process_vm_readv 310 270
-process_vm_writev 311 271
-process_madvise 440 440
-kcmp 312 272
-prlimit64 302 261
-setpriority 141 140
-bpf 321 280
-perf_event_open 298 241
-userfaultfd 323 282
+CALLS = """ioctl 16 29 fcntl 72 25 socket 41 198 socketpair 53 199 connect 42 203 kill 62 129
+tgkill 234 131 rt_sigqueueinfo 129 138 rt_tgsigqueueinfo 297 240 tkill 200 130
+pidfd_send_signal 424 424 pidfd_getfd 438 438 ptrace 101 117 process_vm_readv 310 270
+process_vm_writev 311 271 process_madvise 440 440 kcmp 312 272 prlimit64 302 261
+setpriority 141 140 bpf 321 280 perf_event_open 298 241 userfaultfd 323 282
 io_uring_setup 425 425"""
 
+NO_LANDLOCK = "this system has no landlock of Linux 6.2 or later, so it can write to your files"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def missing() -> list[str]:
     """Return why a process of the judge's is not isolated on this system, in sentences."""
-    found = []
-    if _landlock_version() < LEAST_LANDLOCK:
-        what = "it may write to your files and read those of other processes in /proc"
-        found.append(f"this system has no landlock (Linux 6.2 or later): {what}")
-    if not _has_seccomp():
-        found.append("this system has no seccomp: it may use the network and signal processes")
-    if os.geteuid() == 0:
-        found.append("it runs as root, of whom nothing is promised")
-    return found
+    reasons = {
+        NO_LANDLOCK: _landlock_version() < LEAST_LANDLOCK,
+        "this system has no seccomp, so it can use the network": not _has_seccomp(),
+        "it runs as root, of whom nothing is promised": os.geteuid() == 0,
+    }
+    return [reason for reason, applies in reasons.items() if applies]
 
 
 def enclose(folder: Path, caches: Path) -> None:
@@ -103,12 +64,12 @@ def enclose(folder: Path, caches: Path) -> None:
     """
     assert len(os.listdir("/proc/self/task")) == 1
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
-    os.environ |= {name: str(caches / name.lower()) for name in CACHES}
+    os.environ |= {name: str(caches / name.lower()) for name in CACHES.split()}
     # Otherwise inductor compiles in a pool, whose locks are in /dev/shm.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     _check(_libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
     if _landlock_version() >= LEAST_LANDLOCK:
-        _restrict_files({folder: ALL_RIGHTS, caches: ALL_RIGHTS})
+        _restrict_files(folder, caches)
     if _has_seccomp():
         _filter_calls()
 
@@ -137,8 +98,7 @@ def apart(work: Callable[[], object]) -> str:
 def _check(result: int) -> int:
     """Return the result of a system call; raises AttentionError if it failed."""
     if result < 0:
-        why = os.strerror(ctypes.get_errno())
-        raise AttentionError(f"a kernel's process could not be isolated: {why}")
+        raise AttentionError(f"it could not be isolated: {os.strerror(ctypes.get_errno())}")
     return result
 
 
@@ -147,19 +107,19 @@ def _landlock_version() -> int:
     return int(_libc.syscall(CREATE_RULESET, None, 0, 1))
 
 
-def _restrict_files(writable: dict[Path, int]) -> None:
+def _restrict_files(*writable: Path) -> None:
     """Allow reading except in /dev and /proc, where little is needed, and some writing."""
     roots = set(Path("/").iterdir()) - {Path("/dev"), Path("/proc")}
     devices = {path for name in DEVICES for path in Path("/dev").glob(name)}
-    ruleset = _check(_libc.syscall(CREATE_RULESET, struct.pack("=Q", ALL_RIGHTS), 8, 0))
-    rules = dict.fromkeys(roots, EXECUTE | READ | LIST) | dict.fromkeys(devices, READ | WRITE)
-    rules |= dict.fromkeys((Path("/proc", name) for name in PROC), READ | LIST)
-    for path, rights in (rules | writable).items():
+    ruleset = _check(_libc.syscall(CREATE_RULESET, struct.pack("=Q", EVERYTHING), 8, 0))
+    rules = dict.fromkeys(roots, READ) | dict.fromkeys(devices, READ | WRITE)
+    rules |= dict.fromkeys((Path("/proc", name) for name in PROC), READ)
+    for path, rights in (rules | dict.fromkeys(writable, EVERYTHING)).items():
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:  # a broken link, or a file of /proc that this system does not have
             continue
-        these = rights if path.is_dir() else rights & RIGHTS_TO_FILES
+        these = rights if path.is_dir() else rights & TO_FILES
         _check(_libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", these, fd), 0))
         # A rule is for an inode, and a file of /proc that nobody has open may get another one.
         if path.parts[1] != "proc":
@@ -182,16 +142,14 @@ def _filter_calls() -> None:
     # From 2**30 on, x86-64 has the numbers of a second set of calls.
     program += [(LOAD, 0, 0, 0), (IF_AT_LEAST, 0, 1, 2**30), (RETURN, 0, 0, DENY)]
     for call, argument, values, is_allowed in _rules():
-        end = [(RETURN, 0, 0, DENY)] if is_allowed else [(JUMP, 0, 0, 1), (RETURN, 0, 0, DENY)]
-        program += [(LOAD, 0, 0, 0), (IF_EQUAL, 0, 1 + len(values) + len(end), call)]
-        program += [(LOAD, 0, 0, 16 + 8 * argument)]
-        left = range(len(values), 0, -1)
-        program += [(IF_EQUAL, n, 0, value) for n, value in zip(left, values, strict=True)]
-        program += end
+        rule = [(LOAD, 0, 0, 16 + 8 * argument)]
+        rule += [(IF_EQUAL, len(values) - n, 0, value) for n, value in enumerate(values)]
+        rule += [(JUMP, 0, 0, 1)] * (not is_allowed) + [(RETURN, 0, 0, DENY)]
+        program += [(LOAD, 0, 0, 0), (IF_EQUAL, 0, len(rule), call), *rule]
     program += [(RETURN, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
-    filter_ = struct.pack("@HP", len(program), ctypes.addressof(code))
-    _check(_libc.syscall(number, 1, SPEED_AS_BEFORE, filter_))  # SECCOMP_SET_MODE_FILTER
+    header = struct.pack("@HP", len(program), ctypes.addressof(code))
+    _check(_libc.syscall(number, 1, SPEED_AS_BEFORE, header))  # SECCOMP_SET_MODE_FILTER
 
 
 def _rules() -> Iterator[tuple[int, int, Sequence[int], bool]]:
@@ -200,22 +158,22 @@ def _rules() -> Iterator[tuple[int, int, Sequence[int], bool]]:
     io_uring makes other calls, which no filter sees. A socket without a connection could send to
     any address, and a descriptor with an owner, or a terminal that is typed into, acts for others.
     """
-    column = 1 + [*SECCOMP].index(platform.machine())
-    rows = [line.split() for line in CALLS.split("\n")]
-    numbers = {row[0]: int(row[column]) for row in rows}
-    me, kinds = os.getpid(), (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
+    words = CALLS.split()
+    which = 1 + [*SECCOMP].index(platform.machine())
     flags = 0, socket.SOCK_CLOEXEC, socket.SOCK_NONBLOCK
+    kinds = socket.SOCK_STREAM, socket.SOCK_SEQPACKET
     connected = [kind | a | b for kind in kinds for a in flags for b in flags]
-    special: dict[str, list[tuple[int, Sequence[int], bool]]] = {
+    mine = [(0, [os.getpid()], True)]
+    special: dict[str, list[tuple[int, list[int], bool]]] = {
         "socket": [(0, [socket.AF_UNIX], True), (1, connected, True)],
         "socketpair": [(1, connected, True)],
-        "prlimit64": [(0, [0, me], True)],
-        "setpriority": [(0, [os.PRIO_PROCESS], True), (1, [0, me], True)],
+        "prlimit64": [(0, [0, os.getpid()], True)],
+        "setpriority": [(0, [os.PRIO_PROCESS], True), (1, [0, os.getpid()], True)],
         "fcntl": [(1, [8, 10, 15], False)],  # F_SETOWN, F_SETSIG, F_SETOWN_EX
         # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
         "ioctl": [(1, [0x8901, 0x8902, 0x5412, 0x541C], False)],
-        **{name: [(0, [me], True)] for name in SIGNALS},
+        **{"kill": mine, "tgkill": mine, "rt_sigqueueinfo": mine, "rt_tgsigqueueinfo": mine},
     }
-    for name, number in numbers.items():
+    for name, number in zip(words[::3], words[which::3], strict=True):
         for rule in special.get(name, [(0, [], True)]):
-            yield number, *rule
+            yield int(number), *rule

@@ -113,10 +113,11 @@ def source_files(spec: BackendSpec) -> Iterator[Path]:
 def caches(what: str) -> Path:
     """Return the folder in which the process of a backend keeps what it compiles.
 
-    No other may write there. The builds of a plug-in's version files are among it. Raises
-    BuildError.
+    No other may write there. A plug-in's version files are built there, too. Raises OSError.
     """
-    folder = build.own_folder(f"worker {what}")
+    folder = build.cache_dir() / build.digest_name("worker", what)
+    for each in folder.parent, folder:
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["ATTENTION_KERNELS_CACHE"] = str(folder)
     return folder
 

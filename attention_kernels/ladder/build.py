@@ -177,7 +177,10 @@ def kept(
                 )
             return _keep(Path(folder) / file, cache)
     except OSError as error:
-        raise _unwritable(cache, error) from error
+        raise BuildError(
+            f"{cache} cannot be written ({error.strerror}): name another folder with "
+            "ATTENTION_KERNELS_CACHE"
+        ) from error
 
 
 def sources(version: VersionHeader) -> list[Path]:
@@ -193,25 +196,6 @@ def cache_dir() -> Path:
     """Return the cache folder; ATTENTION_KERNELS_CACHE overrides the default."""
     named = os.environ.get("ATTENTION_KERNELS_CACHE")
     return Path(named or platformdirs.user_cache_dir("attention_kernels")).absolute()
-
-
-def own_folder(name: str) -> Path:
-    """Return a folder of the cache that belongs to one user of it; raises BuildError."""
-    cache = cache_dir()
-    folder = cache / digest_name("folder", name)
-    try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(cache, error) from error
-    return folder
-
-
-def _unwritable(cache: Path, error: OSError) -> BuildError:
-    return BuildError(
-        f"{cache} cannot be written ({error.strerror}): name another folder with "
-        "ATTENTION_KERNELS_CACHE"
-    )
 
 
 _ENTRY = re.compile(r".+-[0-9a-f]{16}(\..+)?")
