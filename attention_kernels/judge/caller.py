@@ -80,8 +80,6 @@ def serve(
             torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
         if device == "cuda":
             poison_freed_memory(torch.empty(1, device=device))  # starts CUDA
-        if races and spec.version and device in spec.emulated_on:
-            ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)
         has = spec.has_attention(), spec.has_decode(device)
         answer(Reply(text=msgspec.json.encode(plugins.describe_spec(spec, has)).decode()))

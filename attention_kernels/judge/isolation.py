@@ -11,7 +11,6 @@ import ctypes
 import errno
 import os
 import platform
-import socket
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -160,20 +159,19 @@ def _rules() -> Iterator[tuple[int, int, Sequence[int], bool]]:
     """
     words = CALLS.split()
     which = 1 + [*SECCOMP].index(platform.machine())
-    flags = 0, socket.SOCK_CLOEXEC, socket.SOCK_NONBLOCK
-    kinds = socket.SOCK_STREAM, socket.SOCK_SEQPACKET
-    connected = [kind | a | b for kind in kinds for a in flags for b in flags]
-    mine = [(0, [os.getpid()], True)]
+    me = os.getpid()
+    mine = [(0, [me], True)]
+    # SOCK_STREAM and SOCK_SEQPACKET, with SOCK_NONBLOCK and SOCK_CLOEXEC or without.
+    connected = [kind + flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800)]
     special: dict[str, list[tuple[int, list[int], bool]]] = {
-        "socket": [(0, [socket.AF_UNIX], True), (1, connected, True)],
+        "socket": [(0, [1], True), (1, connected, True)],  # AF_UNIX
         "socketpair": [(1, connected, True)],
-        "prlimit64": [(0, [0, os.getpid()], True)],
-        "setpriority": [(0, [os.PRIO_PROCESS], True), (1, [0, os.getpid()], True)],
+        "prlimit64": [(0, [0, me], True)],
+        "setpriority": [(0, [os.PRIO_PROCESS], True), (1, [0, me], True)],
         "fcntl": [(1, [8, 10, 15], False)],  # F_SETOWN, F_SETSIG, F_SETOWN_EX
         # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
         "ioctl": [(1, [0x8901, 0x8902, 0x5412, 0x541C], False)],
         **{"kill": mine, "tgkill": mine, "rt_sigqueueinfo": mine, "rt_tgsigqueueinfo": mine},
     }
     for name, number in zip(words[::3], words[which::3], strict=True):
-        for rule in special.get(name, [(0, [], True)]):
-            yield int(number), *rule
+        yield from ((int(number), *rule) for rule in special.get(name, [(0, [], True)]))

@@ -55,9 +55,9 @@ class Process:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
                 ours.setsockopt(socket.SOL_SOCKET, way, limit)
-        self._folder = tempfile.TemporaryDirectory(prefix="attention-", ignore_cleanup_errors=True)
-        environment = dict(os.environ)
-        arguments = target, theirs, len(fds), environment, self._folder.name, *arguments
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        arguments = target, theirs, len(fds), dict(os.environ), folder, *arguments
         self._process = context.Process(target=_begin, args=arguments, daemon=True)
         with _without_main_and_argv():
             self._process.start()
@@ -128,7 +128,7 @@ def _begin(
     connection: Connection,
     fds: int,
     environment: dict[str, str],
-    folder: str,
+    folder: Path,
     *arguments: Any,
 ) -> None:
     """Set up a process of the judge's and run `target` in it, which has to call `enclose`."""
@@ -139,8 +139,8 @@ def _begin(
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the judge reports it
 
-    def enclose(caches: Path = Path(folder)) -> None:
-        isolation.enclose(Path(folder), caches)
+    def enclose(caches: Path = folder) -> None:
+        isolation.enclose(folder, caches)
         threading.Thread(target=_die_with_parent, daemon=True).start()
 
     def answer(reply: Reply) -> None:
