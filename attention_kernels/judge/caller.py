@@ -60,7 +60,7 @@ def serve(
 ) -> None:
     """Load a backend and answer messages until the judge ends this process."""
     try:
-        spec = plugins.known(what)
+        spec = ladder.known(what)
         if spec and (spec.version or spec.chooses):
             # What is built goes into the cache of all backends, but does not run there yet.
             if error := isolation.apart(functools.partial(_build, spec, device, races)):

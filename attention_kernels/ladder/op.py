@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels import registry
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.ladder import build, compilers, header, prebuilt
@@ -89,6 +90,11 @@ def resolve(what: str) -> BackendSpec:
         return get_backend(what)
     version = header.of_file(Path(what))
     return backend(version.label.upper(), "file", version)
+
+
+def known(what: str) -> BackendSpec | None:
+    """Return a backend or a version file's; None if only a plug-in can have that name."""
+    return resolve(what) if what.endswith(".cu") else registry.registered(what)
 
 
 def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
