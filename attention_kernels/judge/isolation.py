@@ -2,7 +2,8 @@
 
 Landlock restricts files, and a seccomp filter denies the system calls that reach the network or
 another process. Both hold for the calling thread and all threads and processes that it starts, also
-root's, and cannot be lifted. They are a few system calls, so no package is needed for them.
+root's, and cannot be lifted. Packages for them wrap libseccomp or serve one of the two; here they
+are four system calls.
 """
 
 from __future__ import annotations

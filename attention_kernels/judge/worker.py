@@ -7,7 +7,7 @@ kernel writes later changes nothing. Workers are forked from a server that has t
 
 A process of the same user could read the judge's memory or trace it; or the server's, from which
 all workers come; or another worker's, and take its outputs. So on Linux all of them are "not
-dumpable", which denies this to every process but root's.
+dumpable", which denies this to every process but root's. Isolation denies a worker the rest.
 """
 
 from __future__ import annotations
