@@ -25,7 +25,7 @@ from attention_kernels.errors import (
     UnsupportedError,
     describe,
 )
-from attention_kernels.judge import plugins
+from attention_kernels.judge import isolation, plugins
 from attention_kernels.judge.calls import (
     Block,
     Calls,
@@ -54,6 +54,7 @@ POISONS = "7ff47ff4", "70e070e0"
 def serve(
     answer: Callable[[Reply], None],
     wait: Callable[[], bytes],
+    enclose: Callable[..., None],
     given: int,
     taken: int,
     what: str,
@@ -63,8 +64,16 @@ def serve(
 ) -> None:
     """Load a backend and answer messages until the judge ends this process."""
     try:
+        spec = ladder.known(what)
+        if spec and (spec.version or spec.chooses):
+            # What is built goes into the cache of all backends, but does not run there yet.
+            if error := isolation.apart(functools.partial(_build, spec, device, races)):
+                raise UnavailableBackendError(spec.name, error)
+            enclose()
+        else:
+            enclose(plugins.caches(what))
         # A plug-in is imported to find its own backends only, not where it could slow others.
-        spec = ladder.known(what) or ladder.resolve(what)
+        spec = spec or ladder.resolve(what)
         device = registry.device_for(spec, device)
         if device == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(current)
@@ -75,8 +84,6 @@ def serve(
             torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
         if device == "cuda":
             poison_freed_memory(torch.empty(1, device=device))  # starts CUDA
-        if races and spec.version and spec.is_emulated(device):
-            ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)
         has = spec.has_attention(), spec.has_decode(device)
         answer(Reply(text=msgspec.json.encode(plugins.describe_spec(spec, has)).decode()))
@@ -86,6 +93,28 @@ def serve(
         return answer(failure(error))
     while True:
         answer(caller.answer(msgspec.json.decode(wait(), type=Message)))
+
+
+def _build(spec: BackendSpec, device: str, races: bool) -> None:
+    """Build a version, or all that an alias may choose; raises BuildError."""
+    device = registry.device_for(spec, device)
+    if spec.unavailable_reason(device):
+        return
+    found = [spec]
+    if spec.chooses:
+        for dtype, head_dim, power in itertools.product(spec.dtypes, spec.head_dims, range(13)):
+            on = getattr(torch, dtype), head_dim, torch.device(device)
+            found.append(spec.chooses(*on, 2**power))
+    elif races and spec.is_emulated(device):
+        found.append(_race_checked(spec))
+    if errors := ladder.build_all(device, found):
+        raise errors[0]
+
+
+def _race_checked(spec: BackendSpec) -> BackendSpec:
+    """Return a version, built for the emulator to report races in shared memory."""
+    assert spec.version is not None
+    return ladder.backend(spec.name, spec.family, race_checked(spec.version))
 
 
 class Caller:
@@ -175,10 +204,8 @@ class Caller:
 
     @functools.cached_property
     def race_checked(self) -> BackendSpec:
-        """The version, built for the emulator to report races in shared memory."""
-        version = self.spec.version
-        assert version is not None
-        return ladder.backend(self.spec.name, self.spec.family, race_checked(version))
+        """The version, built to report races."""
+        return _race_checked(self.spec)
 
 
 class Timed:

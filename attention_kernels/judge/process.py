@@ -13,10 +13,12 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,7 @@ import msgspec
 
 from attention_kernels.child import end_with_parent, ending, start_server
 from attention_kernels.errors import AttentionError
+from attention_kernels.judge import isolation
 from attention_kernels.judge.calls import Reply
 
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
@@ -52,7 +55,9 @@ class Process:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
                 ours.setsockopt(socket.SOL_SOCKET, way, limit)
-        arguments = target, theirs, len(fds), dict(os.environ), *arguments
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        arguments = target, theirs, len(fds), dict(os.environ), folder, *arguments
         self._process = context.Process(target=_begin, args=arguments, daemon=True)
         with _without_main_and_argv():
             self._process.start()
@@ -97,6 +102,7 @@ class Process:
         self._kill()
         self._process.join()
         self._connection.close()
+        self._folder.cleanup()
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)
@@ -138,9 +144,10 @@ def _begin(
     connection: Connection,
     fds: int,
     environment: dict[str, str],
+    folder: Path,
     *arguments: Any,
 ) -> None:
-    """Set up a process of the judge's and run `target` in it."""
+    """Set up a process of the judge's and run `target` in it, which has to call `enclose`."""
     os.setsid()  # what it starts is in its group, and is stopped and killed with it
     # The judge may be killed while this is stopped, and the thread below with it. The server ends
     # with the judge, unless this keeps it, and the system then ends this.
@@ -152,12 +159,15 @@ def _begin(
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the judge reports it
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+    def enclose(caches: Path = folder) -> None:
+        isolation.enclose(folder, caches)
+        threading.Thread(target=_die_with_parent, daemon=True).start()
 
     def answer(reply: Reply) -> None:
         connection.send_bytes(msgspec.json.encode(reply))
 
-    target(answer, connection.recv_bytes, *others, *arguments)
+    target(answer, connection.recv_bytes, enclose, *others, *arguments)
 
 
 def _die_with_parent() -> None:

@@ -240,6 +240,8 @@ class Report:
     """Whether a signal killed the process that the kernel ran in."""
     failures: list[Failure] = field(default_factory=list)
     """The failed checks, in the order in which they ran."""
+    not_isolated: list[str] = field(default_factory=list)
+    """What kept the kernel from being isolated, in sentences."""
     refusals: list[str] = field(default_factory=list)
     """The cases that the backend refuses, with its reasons."""
     tried: list[tuple[Case | DecodeCase, bool]] = field(default_factory=list)
@@ -388,6 +390,7 @@ def verify(
             report.note("loading it", error)
             return report
         report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)
+        report.not_isolated = runner.not_isolated
         # disable=None shows the bar on a terminal only.
         checks = tqdm(driver.run(), runner.spec.name, driver.total, unit="check", disable=None)
         for done, (check, found) in enumerate(checks, 1):

@@ -7,7 +7,7 @@ kernel writes later changes nothing. Workers are forked from a server that has t
 
 A process of the same user could read the judge's memory or trace it; or the server's, from which
 all workers come; or another worker's, and take its outputs. So on Linux all of them are "not
-dumpable", which denies this to every process but root's.
+dumpable", which denies this to every process but root's. Isolation denies a worker the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from attention_kernels import ladder, registry
 from attention_kernels.child import check_time_limit
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnknownBackendError
-from attention_kernels.judge import caller, calls, plugins
+from attention_kernels.judge import caller, calls, isolation, plugins
 from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process, shared_memory
 from attention_kernels.registry import BackendSpec
 
@@ -79,6 +79,8 @@ class Runner:
         self.has_attention, self.has_decode = has
         self.calls = 0
         """The number of calls that requests have asked for."""
+        self.not_isolated = ["it runs in the judge's own process"]
+        """What keeps its kernel from being isolated, in sentences."""
 
     @property
     def is_emulated(self) -> bool:
@@ -220,6 +222,7 @@ class Worker(Runner):
                 described = msgspec.json.decode(self._loaded(what), type=plugins.Described)
                 spec, has = known or described.spec(), described.has
             super().__init__(spec, device, memory, has)
+            self.not_isolated = isolation.missing()
             if load:
                 self.load()
         except BaseException as error:

@@ -138,6 +138,7 @@ def _scope(findings: Findings) -> Iterator[str]:
         yield f"  its budgets are {times} its precision class's, as it declares"
     if not report.has_attention:
         yield "  only decode was tested: it has no attention kernel"
+    yield from (f"  not isolated: {reason}" for reason in report.not_isolated)
     yield from (f"  refused: {refusal}" for refusal in report.refusals)
 
 

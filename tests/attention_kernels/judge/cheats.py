@@ -954,7 +954,7 @@ def ends_the_server():
     server = os.getppid()  # when it has ended, the parent is another process
 
     def kernel(q, k, v, scale, causal):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
             os.kill(server, 9)
         return torch.zeros(q.shape, device=q.device)
 
