@@ -28,7 +28,7 @@ PROC = "self", "sys", "driver", "cpuinfo", "devices", "meminfo", "modules", "sta
 
 # Landlock: its system calls, the oldest version that can forbid truncation, and rights.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF, LEAST_LANDLOCK = 444, 445, 446, 3
-READ, WRITE, EVERYTHING, TO_FILES = 0b1101, 0b10, 2**15 - 1, 2**14 + 0b111
+READ, WRITE, EVERYTHING, TO_FILES = 0b1101, 2**14 + 0b10, 2**15 - 1, 2**14 + 0b111
 # Seccomp: by machine, the number of its system call and the name of the architecture.
 SECCOMP = {"x86_64": (317, 0xC000003E), "aarch64": (277, 0xC00000B7)}
 SPEED_AS_BEFORE = 4  # no protection against speculative stores, which would slow kernels down
@@ -114,6 +114,7 @@ def _restrict_files(*writable: Path) -> None:
     ruleset = _check(_libc.syscall(CREATE_RULESET, struct.pack("=Q", EVERYTHING), 8, 0))
     rules = dict.fromkeys(roots, READ) | dict.fromkeys(devices, READ | WRITE)
     rules |= dict.fromkeys((Path("/proc", name) for name in PROC), READ)
+    rules[Path("/proc/self")] = READ | WRITE  # CUDA names its threads there
     for path, rights in (rules | dict.fromkeys(writable, EVERYTHING)).items():
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -65,7 +65,7 @@ RACES = "races in shared memory"
 CHEAP, WINDOW = 200, 20
 # How many pairs are called, of short cases and of long ones of each op, and the most work of a
 # case of them: on a device and emulated. Where the inputs of a case may begin, in ALIGNMENT.
-PAIRS, LONG, PLACES = ((4, 3e8), (2, 5e6)), 256, 2**14
+PAIRS, LONG, PLACES = ((2, 5e7), (1, 5e6)), 256, 2**14
 # A quick run tries this share of the suite's combinations, on a device and emulated, and shows at
 # least QUICK_SHARE of the planted faults; see tests/attention_kernels/judge/faults.py.
 QUICK, QUICK_EMULATED, QUICK_SHARE = 0.88, 0.915, 0.95

@@ -804,7 +804,7 @@ def reports_less_once_and_keeps_the_results():
     return with_timed_calls(Less)
 
 
-@cheat("the clocks disagree", by="clock")
+@cheat("the clocks disagree|beneath what", by="clock")
 def makes_its_own_times_vary():
     """Its own times vary so much that another clock seems to agree."""
 
@@ -823,7 +823,7 @@ def makes_its_own_times_vary():
     return with_timed_calls(Varied)
 
 
-@cheat("the clocks disagree", by="clock")
+@cheat("the clocks disagree|beneath what", by="clock")
 def hides_behind_its_own_noise():
     """Its calls are short, and its repeated times vary so much that any other seems to agree."""
 
@@ -969,11 +969,12 @@ def shared_memories():
                 yield fd
 
 
-@cheat("it wrote outside its input q", by="clock")
+@cheat("it wrote outside its input q|the clocks disagree", by="clock")
 def writes_to_the_inputs_from_behind(q, k, v, scale, causal):
     """It writes to the judge's memory around the inputs."""
     for fd in shared_memories():
-        os.pwrite(fd, bytes(4096), 0)
+        memory = os.pread(fd, 2**23, 0)
+        os.pwrite(fd, bytes(4096), max(0, memory.find(b"\xff" * 4096)))
     return right(q, k, v, scale, causal)
 
 

@@ -177,7 +177,7 @@ def test_no_call_finds_its_inputs_in_the_l2():
     """Each call reads its inputs from memory, but for the sectors that the chain touches."""
     if not shutil.which("ncu"):
         pytest.skip("ncu is not on PATH")
-    name, case = "CUSTOM_CUDA_VERSION_17", Case(1024, 64, num_heads=12)
+    name, case = "CUSTOM_CUDA_VERSION_15", Case(1024, 64, num_heads=12)
     options = "--csv --page raw --cache-control none --clock-control none --graph-profiling node"
     options += " --kernel-name-base mangled -k regex:9attention --print-units base -c 200"
     counter = "dram__bytes_read.sum"

@@ -15,9 +15,8 @@ from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.suite import judged, run_check
 from attention_kernels.judge.worker import Worker
 from attention_kernels.ladder import build
-from tests.attention_kernels.conftest import needs_compiler
 from tests.attention_kernels.judge.cuda_cheats import SOURCE
-from tests.conftest import version_file
+from tests.conftest import needs_compiler, version_file
 
 # What a plug-in tries when it is loaded: on files, which landlock protects, and by system calls.
 FILES = {
