@@ -40,7 +40,7 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU, deselect its tests: skipping two thousand one by one takes seconds."""
+    """Without a GPU, deselect its tests: skipping a thousand one by one takes seconds."""
     import torch
 
     if not torch.cuda.is_available():

@@ -7,7 +7,6 @@ compute-sanitizer looks for invalid accesses (memcheck) and races in shared memo
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -19,12 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels import child, ladder
-from attention_kernels.errors import AttentionError, UnavailableBackendError, UnsupportedError
-from attention_kernels.judge.calls import describe_error
+from attention_kernels import child, ladder, registry
+from attention_kernels.errors import UnavailableBackendError, UnsupportedError
 from attention_kernels.judge.inputs import Case, DecodeCase
-from attention_kernels.judge.suite import race_checks, run_check
-from attention_kernels.judge.worker import open_runner
 from attention_kernels.ladder import compilers
 from attention_kernels.registry import BackendSpec
 
@@ -48,14 +44,16 @@ _MAIN = ("-m", "attention_kernels.inspection.sanitize")
 _UNAVAILABLE = 78  # exit status of main() if a backend cannot be built; the last line says why
 
 
-def sanitize(whats: Sequence[str], device: str, *, timeout_s: float = 600.0) -> list[str]:
+def sanitize(whats: Sequence[str], device: str = "", *, timeout_s: float = 600.0) -> list[str]:
     """Run backends, given by name or version file, under the device's sanitizers.
 
-    Returns a sentence per fault. A run, which builds the backends and executes all cases under one
-    sanitizer, ends at its first fault or after timeout_s seconds. Raises UnavailableBackendError if
-    a sanitizer is missing, and UnsupportedError on the CPU for a backend that is not emulated.
+    device: "cuda", "cpu", or "" for cuda if the first one runs there, else cpu. Returns a sentence
+    per fault. A run, which builds the backends and executes all cases under one sanitizer, ends at
+    its first fault or after timeout_s seconds. Raises UnavailableBackendError if a sanitizer is
+    missing, and UnsupportedError on the CPU for a backend that is not emulated.
     """
     specs = [ladder.resolve(what) for what in whats]
+    device = registry.device_for(specs[0], device)
     for spec in specs:
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
@@ -103,28 +101,12 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
         raise UnavailableBackendError(name, _last_words(done))
     found = re.search(r"ERROR: (AddressSanitizer: .*?) on (?:unknown )?address", done.err)
     if not found:
-        words = _last_words(done)
-        races = [race for what in whats for race in _races(what)] if ORDER in words else []
-        return [*races, words]
+        return [_last_words(done)]
     # Only the frames of the access: the frames of an allocation may follow.
     report = re.split(r"\n\n", done.err[found.end() :])[0]
     frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
     lines = (compilers.source_line(*frame) for frame in frames)
     return [f"{found[1]} at {next(filter(None, lines), 'an unknown line')}"]
-
-
-def _races(what: str) -> Iterator[str]:
-    """Yield the first race in shared memory that the emulator finds, with both of its lines."""
-    with contextlib.closing(open_runner(what, "cpu", races=True)) as runner:
-        dtypes = [getattr(torch, name) for name in runner.spec.dtypes]
-        for check, steps in race_checks(runner, dtypes, seed=0):
-            try:
-                run_check(runner, steps())
-            except UnsupportedError:  # too much shared memory for this device
-                continue
-            except AttentionError as error:
-                yield f"{check}: {describe_error(error)}"
-                return
 
 
 def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0) -> list[str]:

@@ -60,7 +60,7 @@ def serve(
     """Load a backend and answer messages until the judge ends this process."""
     try:
         # A plug-in is imported to find its own backends only, not where it could slow others.
-        spec = plugins.known(what) or ladder.resolve(what)
+        spec = ladder.known(what) or ladder.resolve(what)
         device = registry.device_for(spec, device)
         if device == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(current)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from attention_kernels import ladder, list_backends, registry
+from attention_kernels import list_backends, registry
 from attention_kernels.errors import UnavailableBackendError
 from attention_kernels.judge.calls import Reply
 from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process
@@ -49,11 +49,6 @@ class Elsewhere:
     def __call__(self) -> Any:
         """Raise UnavailableBackendError."""
         raise UnavailableBackendError(self.name, "its plug-in is loaded in its own process only")
-
-
-def known(what: str) -> BackendSpec | None:
-    """Return a backend or a version file's; None if only a plug-in can have that name."""
-    return ladder.resolve(what) if what.endswith(".cu") else registry.registered(what)
 
 
 def keep_plugins_out() -> None:

@@ -54,6 +54,7 @@ THREADS = (1, 2, 5)
 JUDGED_ON_CPU = 1e8
 # The most bytes of inputs of requests that are prepared ahead; references take as much again.
 MOST_AHEAD = 2**26
+RACES = "races in shared memory"
 # How many cases run before repeated calls.
 CHEAP = 200
 # A quick run tries this share of the suite's combinations, on a device and emulated, and shows at
@@ -425,7 +426,7 @@ def race_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> Ite
                 for causal in (True, False)
             ]
         for case in found:
-            yield f"races in shared memory, {case}", functools.partial(races, case)
+            yield f"{RACES}, {case}", functools.partial(races, case)
 
 
 def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Check]:

@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from attention_kernels import registry
+from attention_kernels import ladder, registry
 from attention_kernels.child import check_time_limit
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnknownBackendError
 from attention_kernels.judge import caller, calls, plugins
@@ -189,7 +189,7 @@ class Worker(Runner):
     ) -> None:
         check_time_limit(timeout_s)
         self.timeout_s = timeout_s
-        known = plugins.known(what)
+        known = ladder.known(what)
         fds = shared_memory(), shared_memory()
         memory = calls.Block(fds[0]), calls.Block(fds[1])
         has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -262,7 +262,7 @@ def open_runner(
 
     The arguments are those of Worker, whose errors it raises.
     """
-    spec, name = (plugins.known(what), what) if isinstance(what, str) else (what, _name(what))
+    spec, name = (ladder.known(what), what) if isinstance(what, str) else (what, _name(what))
     try:
         if name or spec is None:
             return Worker(name, device, timeout_s=timeout_s, races=races, load=load)

@@ -9,6 +9,7 @@ prepare() first. A file that takes several dtypes has an op for each: <op_prefix
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels import registry
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.ladder import build, compilers, header, prebuilt
@@ -90,6 +92,11 @@ def resolve(what: str) -> BackendSpec:
         return get_backend(what)
     version = header.of_file(Path(what))
     return backend(version.label.upper(), "file", version)
+
+
+def known(what: str) -> BackendSpec | None:
+    """Return a backend or a version file's; None if only a plug-in can have that name."""
+    return resolve(what) if what.endswith(".cu") else registry.registered(what)
 
 
 def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
@@ -303,6 +310,15 @@ def load_op(
         define_op(version.op, SCHEMAS[version.role])
         _load_library(library, version, device_type)
     return _registered(version)
+
+
+def c_struct(*fields: tuple[Any, str]) -> type[ctypes.Structure]:
+    """Return a C struct; fields: a type of ctypes and the names that have it, in order."""
+
+    class Struct(ctypes.Structure):
+        _fields_ = tuple((name, kind) for kind, names in fields for name in names.split())
+
+    return Struct
 
 
 def _registered(version: VersionHeader) -> Callable[..., Any]:

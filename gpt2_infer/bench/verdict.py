@@ -9,16 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attention_kernels import ladder, registry
 from attention_kernels.contract import dtype_name
 from attention_kernels.inspection import resources
 from attention_kernels.judge import suite
 from attention_kernels.judge.cases import usual_head_dim
 from attention_kernels.judge.pattern import pattern
-from attention_kernels.judge.suite import Failure, Report
+from attention_kernels.judge.suite import RACES, Failure, Report
 from attention_kernels.judge.truth import budget_factor
 from attention_kernels.ladder import compilers
-from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.record import BASELINE, Row
 from gpt2_infer.bench.study import KernelStudy, run
 
@@ -31,7 +29,7 @@ class Findings:
 
     report: Report
     sanitized: bool
-    """Whether the sanitizers ran; if they found a fault, the suite did not run."""
+    """Whether the sanitizers ran, too."""
     quick: bool
     failures: list[Failure]
     nvcc: str = ""
@@ -114,8 +112,7 @@ def verify(
     """
     # Before the kernel's process could write a file in a module's place.
     importlib.import_module("gpt2_infer.bench.kernels")
-    if sanitized and (faulty := _sanitize(name, device, quick=quick)):
-        return faulty
+    faults = _sanitize(name, device) if sanitized else []
     report = suite.verify(
         name,
         device,
@@ -126,28 +123,29 @@ def verify(
         on_check=on_check,
     )
     findings = Findings(report, sanitized, quick, [*report.failures])
-    if findings.passed and findings.emulated and report.spec.version:
-        _compile(findings, report.spec.version)
+    races = sum(failure.what.startswith(RACES) for failure in report.failures)
+    findings.failures[races:races] = faults  # a race explains other faults
+    if findings.passed and findings.emulated:
+        _compile(findings)
     elif findings.passed and not findings.emulated and timed:
         _time(findings, name, dtypes or report.spec.dtypes)
     return findings
 
 
-def _sanitize(name: str, device: str, *, quick: bool) -> Findings | None:
-    """Return the verdict of the device's sanitizers if they report faults, else None."""
+def _sanitize(name: str, device: str) -> list[Failure]:
+    """Return what the sanitizers of the device find."""
     from attention_kernels.inspection.sanitize import sanitize
 
-    spec = ladder.resolve(name)
-    device = registry.device_for(spec, device)
-    print(f"{spec.name} on {device}: looking for bad accesses and races ...", file=sys.stderr)
+    print(f"{name}: looking for bad accesses and races ...", file=sys.stderr)
     faults = sanitize([name], device)
-    failures = [Failure("bad accesses and races", fault, "sanitizers") for fault in faults]
-    report = Report(spec, device, has_attention=True)
-    return Findings(report, True, quick, failures) if failures else None
+    return [Failure("bad accesses and races", fault, "sanitizers") for fault in faults]
 
 
-def _compile(findings: Findings, version: VersionHeader) -> None:
+def _compile(findings: Findings) -> None:
     """Add whether nvcc compiles an emulated version."""
+    version = findings.report.spec.version
+    if version is None:
+        return
     if compilers.find_nvcc() is None:
         findings.nvcc = "nvcc not found: its flags were not tried"
         return

@@ -85,11 +85,8 @@ def _lines(findings: Findings) -> Iterator[str]:
     emulated = ", emulated" if findings.emulated else ""
     sanitized = ", sanitized" if findings.sanitized else ""
     of = "" if report.checks == report.total else f" of {report.total}"
-    counted = (
-        f": {report.checks}{of} checks, {report.calls:,} calls in one process, seed {report.seed}"
-        if report.total
-        else ""
-    )
+    calls = f"{report.calls:,} calls in one process"
+    counted = f": {report.checks}{of} checks, {calls}, seed {report.seed}" if report.total else ""
     yield f"{report.spec.name} on {report.device}{emulated}{counted}{sanitized}"
     yield from _scope(findings) if report.total else ["  the suite did not run"]
     shown = _distinct(findings.failures)

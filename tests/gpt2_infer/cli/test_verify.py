@@ -7,7 +7,7 @@ import re
 import pytest
 
 from attention_kernels import ladder
-from attention_kernels.judge.suite import Report, verify
+from attention_kernels.judge.suite import RACES, Failure, Report, verify
 from attention_kernels.judge.truth import naive_attention
 from attention_kernels.ladder import compilers, header
 from gpt2_infer.bench.verdict import Findings
@@ -129,14 +129,21 @@ def test_every_negative_control_fails_with_its_reason(stem, words, capsys, in_th
     assert out.endswith("FAILED\n")
 
 
-def test_what_the_sanitizer_finds_fails_and_the_suite_does_not_run(capsys, monkeypatch):
-    """What it finds is in test_cuda.py."""
-    fault = "AddressSanitizer: a fault"
+def test_what_the_sanitizer_finds_comes_after_a_race_and_before_the_rest(capsys, monkeypatch):
+    """What it finds is in test_sanitize.py. A race explains both other failures."""
+    fault, race = "AddressSanitizer: a fault", f"{RACES}, seqlen 130"
+
+    def fails(what, device, **_):
+        failures = [Failure(race, "race: two lines"), Failure("seqlen 7", "error 1")]
+        return Report(ladder.resolve(what), "cpu", failures=failures, total=9, checks=2)
+
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", fails)
     monkeypatch.setattr("attention_kernels.inspection.sanitize.sanitize", lambda *_: [fault])
     status, out, _ = verified(capsys, "CUSTOM_CUDA_VERSION_1", "--sanitize")
     assert status == 1
-    assert "  the suite did not run\n" in out
-    assert fault in out
+    assert re.findall("(?:FAILED: |          )(.*)", out) == [
+        *(race, "race: two lines", "bad accesses and races", fault, "seqlen 7", "error 1")
+    ]
 
 
 @pytest.mark.slow
