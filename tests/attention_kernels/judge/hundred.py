@@ -78,9 +78,9 @@ def online(q, k, v, scale, hidden, tile, base, order):
     factor = scale if base == "e" else scale * LOG2_E
     row_max = torch.full_like(q[..., :1], LOWEST)
     row_sum, o = torch.zeros_like(row_max), torch.zeros_like(q)
-    parts = tiles(k.shape[2], tile)
+    everything, parts = masked_scores(q, k, factor, hidden), tiles(k.shape[2], tile)
     for part in parts if order == "forwards" else reversed(parts):
-        scores = masked_scores(q, k[:, :, part], factor, hidden[:, part])
+        scores = everything[..., part]
         before, row_max = row_max, torch.maximum(row_max, largest(scores))
         alpha, weights = exp(before - row_max), exp(scores - row_max)
         row_sum, o = (
@@ -119,10 +119,9 @@ def two_passes(q, k, v, scale, hidden, tile):
     """The first pass finds row_max and row_sum, the second computes the scores again."""
     parts = partials(q, k, v[..., :0], scale, hidden, tiles(k.shape[2], tile))
     row_max, row_sum, _ = functools.reduce(merge, parts)
-    o = torch.zeros_like(q)
+    weights, o = (masked_scores(q, k, scale, hidden) - row_max).exp() / row_sum, torch.zeros_like(q)
     for part in tiles(k.shape[2], tile):
-        scores = masked_scores(q, k[:, :, part], scale, hidden[:, part])
-        o += (scores - row_max).exp() / row_sum @ v[:, :, part]
+        o += weights[..., part] @ v[:, :, part]
     return o
 
 
@@ -213,8 +212,9 @@ def rounds_the_weights(q, k, v, scale, hidden, tile):
     """The weights of a tile are rounded to the dtype of v, as on tensor cores."""
     row_max = torch.full_like(q[..., :1], LOWEST, dtype=torch.float32)
     row_sum, o = torch.zeros_like(row_max), torch.zeros(q.shape)
+    everything = masked_scores(q.float(), k.float(), scale, hidden)
     for part in tiles(k.shape[2], tile):
-        scores = masked_scores(q.float(), k[:, :, part].float(), scale, hidden[:, part])
+        scores = everything[..., part]
         before, row_max = row_max, torch.maximum(row_max, largest(scores))
         alpha, weights = (before - row_max).exp(), (scores - row_max).exp()
         row_sum = alpha * row_sum + weights.sum(3, keepdim=True)
