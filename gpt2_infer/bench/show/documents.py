@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gpt2_infer.bench.record import File, Row, newest, read
 from gpt2_infer.bench.show import inspected, ladders, predicted, tables
-from gpt2_infer.bench.show.figures import main_rows
+from gpt2_infer.bench.show.figures import main_rows, where
 from gpt2_infer.bench.show.pivot import Table, markdown, pivot
 
 SCORE = "corpus", "items", "kinds re-enacted", "cheats", "caught", "harmless", "passed", "timed"
@@ -87,10 +87,11 @@ def score(path: Path = Path("results", "cheats.json")) -> None:
     honest = [row for row in tried if row.metric == "honest"]
     alarms = sum(row.reason != "passed" for row in honest)
     _print(f"{len({row.contender for row in honest})} honest kernels, {alarms} false alarms.\n")
-    for row in (row for row in file.rows if row.status == "refused"):
+    names = {row.contender for row in tried}
+    for row in (row for row in file.rows if row.contender not in names):
         elsewhere.setdefault(row.reason, []).append(f"`{row.contender}`")
-    for reason, names in elsewhere.items():
-        _print(f"Not tried on this machine, because {reason}: {', '.join(dict.fromkeys(names))}.\n")
+    for reason, rows in elsewhere.items():
+        _print(f"Not tried on this machine, because {reason}: {', '.join(dict.fromkeys(rows))}.\n")
 
 
 def _badness(row: Row) -> int:
