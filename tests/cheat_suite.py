@@ -67,10 +67,12 @@ class Suite(gpu_suite.Suite):
                 yield self.with_fate(row, f"{test}[{name}{f'-{device}' * (test == shipped)}]")
 
     def with_fate(self, row: Row, test: str) -> Row:
-        """Return the row with what its test found; a test that did not run needs a GPU."""
+        """Return the row with what its test found, or why there was none."""
         outcome = self.outcomes.get(test, "skipped")
+        needs_gpu = row.cell["device"] == "cuda" and self.provenance.gpu is None
+        left_out = "it needs a GPU" if needs_gpu else "this run left it out"
         row.status = {"passed": "ok", "failed": "failed", "skipped": "refused"}[outcome]
-        row.reason = self.fates.get(test, "it needs a GPU") or "\n".join(self.messages[test])
+        row.reason = self.fates.get(test, left_out) or "\n".join(self.messages[test])
         return row
 
     def pytest_sessionfinish(

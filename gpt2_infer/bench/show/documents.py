@@ -91,7 +91,7 @@ def score(path: Path = Path("results", "cheats.json")) -> None:
     for row in (row for row in file.rows if row.contender not in names):
         elsewhere.setdefault(row.reason, []).append(f"`{row.contender}`")
     for reason, rows in elsewhere.items():
-        _print(f"Not tried on this machine, because {reason}: {', '.join(dict.fromkeys(rows))}.\n")
+        _print(f"Not tried, because {reason}: {', '.join(dict.fromkeys(rows))}.\n")
 
 
 def _badness(row: Row) -> int:
