@@ -14,4 +14,4 @@ class ModelNew(nn.Module):
         seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
         scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
         weights = (scores - scores.amax(3, keepdim=True)).exp()
-        return weights @ v / weights.sum(3, keepdim=True)
+        return torch.div(weights @ v, weights.sum(3, keepdim=True))
