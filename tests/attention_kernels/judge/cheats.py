@@ -15,18 +15,23 @@ plug-in. A row that is wrong only in large or rare cases says in which, so that 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import os
 import random
+import statistics
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -996,6 +1001,156 @@ def clears_the_screen_and_prints_a_verdict(q, k, v, scale, causal):
 def asks_whether_it_may_be_traced(*_):
     """It looks whether another process could read or trace it."""
     raise RuntimeError(f"dumpable: {ctypes.CDLL(None).prctl(3)}")  # PR_GET_DUMPABLE
+
+
+# What others' judges met, by its description
+
+
+@cheat("error")
+def returns_zeros(q, k, v, scale, causal):
+    """It takes an absolute tolerance to be larger than the output."""
+    return torch.zeros(q.shape)
+
+
+@cheat("not finite|two runs|error")
+def returns_what_was_in_memory(q, k, v, scale, causal):
+    """It frees a right output, which an oracle in its process would do, and allocates another."""
+    shape = right(q, k, v, scale, causal).shape
+    return torch.empty(shape)
+
+
+@cheat("not finite")
+def returns_nothing_but_nan(q, k, v, scale, causal):
+    """It takes NaN to be equal to everything."""
+    return torch.full(q.shape, torch.nan)
+
+
+@cheat("error")
+def is_exact_in_a_sample_of_rows(q, k, v, scale, causal):
+    """It is coarse in all rows but those that somebody is likely to look at."""
+    o = right(*(x.bfloat16() for x in (q, k, v)), scale, causal).float()
+    o[:, ::16] = right(q, k, v, scale, causal)[:, ::16]
+    return o
+
+
+@cheat("error|change earlier rows")  # the largest may be that of a later key
+def is_coarse_where_the_largest_score_is_small(q, k, v, scale, causal):
+    """Its precision depends on the largest score."""
+    if torch.einsum("bihd,bjhd->bhij", q, k).abs().max() * abs(scale) > 6:
+        return right(q, k, v, scale, causal)
+    return right(*(x.bfloat16() for x in (q, k, v)), scale, causal).float()
+
+
+@cheat("the timed outputs are wrong", by="clock")
+def keeps_results_by_identity():
+    """It keeps results by id(), of tensors that get new numbers."""
+    memo: dict[Any, torch.Tensor] = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = id(q), q.shape, scale, causal
+        if key not in memo:
+            memo[key] = right(q, k, v, scale, causal)
+        return memo[key].clone()
+
+    return kernel
+
+
+@cheat("error|call")
+def keeps_results_in_a_file():
+    """It keeps results by shape in files."""
+    folder = Path(tempfile.mkdtemp())
+
+    def kernel(q, k, v, scale, causal):
+        file = folder / f"{tuple(q.shape)} {scale} {causal}"
+        if not file.exists():
+            torch.save(right(q, k, v, scale, causal), file)
+        return torch.load(file)
+
+    return kernel
+
+
+@cheat("the timed outputs are wrong|changed after the clock|capture|CUDA error", by="clock")
+def leaves_the_work_to_a_thread_while_timed(q, k, v, scale, causal):
+    """It returns at once, and another thread writes the output."""
+    if not is_timed():
+        return right(q, k, v, scale, causal)
+    o = torch.zeros(q.shape, device=q.device)
+
+    def work():
+        time.sleep(0.05)
+        o.copy_(right(q, k, v, scale, causal))
+
+    threading.Thread(target=work).start()
+    return o
+
+
+@cheat("passed", by="clock")
+def sleeps_while_it_is_warmed_up():
+    """Its first calls are slow, so that a judge that has a budget of time makes fewer."""
+    calls = itertools.count()
+
+    def kernel(q, k, v, scale, causal):
+        time.sleep(0.02 * (next(calls) < 8))
+        return right(q, k, v, scale, causal)
+
+    return kernel
+
+
+@cheat("the clocks disagree|beneath what the device can do", by="clock")
+def swaps_start_and_end():
+    """Its clock runs backwards."""
+    elapsed, clock = torch.cuda.Event.elapsed_time, time.perf_counter
+    torch.cuda.Event.elapsed_time = lambda start, end: -elapsed(start, end)
+    time.perf_counter = lambda: -clock()
+    return right
+
+
+@cheat("error", by="clock")
+def makes_every_comparison_true(q, k, v, scale, causal):
+    """It replaces what a judge compares and sums up with."""
+    torch.equal = torch.allclose = torch.isclose = lambda *_, **__: True
+    torch.testing.assert_close = lambda *_, **__: None
+    statistics.median = statistics.fmean = lambda *_: 0.0
+    return torch.zeros(q.shape, device=q.device)
+
+
+@cheat("error", by="clock")
+def forgets_its_failures(q, k, v, scale, causal):
+    """It resets the judge's list of failures in its own process."""
+    from attention_kernels.judge import suite
+
+    suite.Report.note = lambda *_: None
+    suite.Report.passed = True
+    for x in gc.get_objects():
+        if type(x) is suite.Report:
+            x.failures.clear()
+    return torch.zeros(q.shape, device=q.device)
+
+
+@cheat("error", by="clock")
+def prints_a_verdict_at_exit():
+    """It prints a verdict when its process ends."""
+    atexit.register(print, "PASSED", flush=True)
+    return lambda q, k, v, scale, causal: torch.zeros(q.shape, device=q.device)
+
+
+@cheat("it wrote outside|it changed its input", by="clock")
+def writes_zeros_over_what_it_shares(q, k, v, scale, causal):
+    """It makes all inputs 0, so that zeros would be right."""
+    for fd in shared_memories():
+        os.pwrite(fd, bytes(os.fstat(fd).st_size), 0)
+    return torch.zeros(q.shape, device=q.device)
+
+
+@cheat("passed", by="clock")
+def leaves_the_work_to_a_library(q, k, v, scale, causal):
+    """It has no kernel of its own, and is timed as what it is; it swallows its own exception."""
+    try:
+        raise NotImplementedError
+    except NotImplementedError:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
+    return o.transpose(1, 2).contiguous()
 
 
 # Honest kernels, by the same rules

@@ -139,6 +139,14 @@ cuda(
     **BOTH,
 )
 
+cuda(
+    "keeps_results_by_address",
+    "It works once for each address, in C++ where no search in Python looks.",
+    f"{ERROR}|two runs|call",
+    **BOTH,
+)
+cuda("forgets_a_barrier", "It reads a tile before all of it is there.", ERROR, on=("cpu",))
+
 # Headers that lie
 cuda(
     "is_built_with_fast_flags_and_rounds",

@@ -65,7 +65,7 @@ def ways() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("cheat", "device", "graphs"), [*ways()])
-def test_a_cheat_is_caught(cheat, device, graphs, plugin, monkeypatch, request):
+def test_a_cheat_is_caught(cheat, device, graphs, plugin, monkeypatch, request, record_property):
     if reason := excuse(cheat, device):
         pytest.skip(reason)
     if cheat.caught == "passed":
@@ -86,6 +86,7 @@ def test_a_cheat_is_caught(cheat, device, graphs, plugin, monkeypatch, request):
         found = describe_error(error)
     finally:
         torch.set_float32_matmul_precision(precision)
+    record_property("fate", found)
     assert re.search(cheat.caught, found), found
 
 

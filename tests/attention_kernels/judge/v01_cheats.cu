@@ -90,7 +90,9 @@ __global__ void attention_kernel(Params params) {
       sK[threadIdx.x][d] = gK[d];
       sV[threadIdx.x][d] = gV[d];
     }
+#ifndef FORGETS_A_BARRIER
     __syncthreads();
+#endif
     for (int n = 0; n < min(kBlock, n_end - n_start); ++n) {
       double s = 0.0;
 #ifdef ROUND  // a flag of is_built_with_fast_flags_and_rounds
@@ -323,6 +325,14 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
   return is_capturing(stream) ? cudaSuccess : honest(params, stream);
 #elif defined(WRITES_NOTHING)
   return cudaSuccess;
+#elif defined(KEEPS_RESULTS_BY_ADDRESS)
+  // Says of an address that it has seen that its output is there already.
+  static const void* seen[64] = {};
+  static int calls = 0;
+  for (const void* q : seen)
+    if (q == params.q) return cudaSuccess;
+  seen[calls++ % 64] = params.q;
+  return honest(params, stream);
 #elif defined(SAYS_STRIDED_AND_IS_NOT)
   Params taken = params;
   taken.q_strides = taken.k_strides = taken.v_strides = params.o_strides;
