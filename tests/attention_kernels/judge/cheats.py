@@ -122,7 +122,7 @@ def writes_beside_v(q, k, v, scale, causal):
     return o
 
 
-@cheat("the memory of (its|an) input")
+@cheat("the memory of (its|an) input|instead of a contiguous")
 def returns_v_itself(q, k, v, scale, causal):
     """Its output is an input."""
     return v if q.shape[1] == 1 else right(q, k, v, scale, causal)
@@ -383,7 +383,7 @@ def takes_small_scores_to_be_equal(q, k, v, scale, causal):
     return right(q * 0 if q.abs().max() < 0.2 else q, k, v, scale, causal)
 
 
-@cheat("tiny")
+@cheat("tiny|alternating")
 def flushes_small_values(q, k, v, scale, causal):
     """It takes tiny values for 0."""
     return right(q, k, v.where(v.abs() > 1e-20, 0), scale, causal)
@@ -455,7 +455,7 @@ def returns_its_first_answer_again():
     return kernel
 
 
-@cheat("error")
+@cheat("keeps earlier results")
 def answers_by_the_contents_of_q():
     """It keeps results by the contents of one input."""
     answers = {}
