@@ -29,7 +29,6 @@ from attention_kernels.judge import isolation, plugins
 from attention_kernels.judge.calls import (
     Block,
     Calls,
-    HandOver,
     Message,
     Repeat,
     Reply,
@@ -146,8 +145,6 @@ class Caller:
             self.taken.grow(message.taken_bytes)
             return self._prepare(message) if message.clock else self._call(message)
         assert timed is not None
-        if self.device == "cuda" and not isinstance(message, HandOver):
-            clear_persisting_l2()
         if isinstance(message, Start):
             timed.multiply(message.seed)
             return Reply(seconds=timed.run(), checksum=timed.checksum())
@@ -247,7 +244,7 @@ class Timed:
         on_device = on_host.to("cuda")
         self.run()
         self._block.copy_(on_device)
-        torch.cuda.synchronize()
+        clear_persisting_l2()
 
     def multiply(self, seed: int) -> None:
         """Multiply all inputs but lengths by factors that the judge has drawn."""
@@ -282,7 +279,9 @@ class Timed:
         return checksum(self._outputs)
 
     def hand_over(self, block: Tensor) -> None:
-        """Copy the outputs of the last pass to the judge's memory."""
+        """Copy the outputs of the last pass to the judge's memory, before passes are repeated."""
+        if self._block.is_cuda:
+            clear_persisting_l2()
         for o, output in zip(self._outputs, self.calls.outputs(block), strict=True):
             output.copy_(o)
 

@@ -148,7 +148,7 @@ def judged(runner: Runner, case: Case | DecodeCase, **options: Any) -> Steps:
 
 
 def leaks(case: Case, cuts: Sequence[int]) -> Steps:
-    """Return how keys and values from `cut` on change earlier rows, or no later ones; else None.
+    """Return how keys and values from a position on change earlier rows; None if they do not.
 
     An output that is not finite or not reproducible differs anyway, and is reported as such: if
     rows change, the same inputs are called four times more, because a race does not always show.
@@ -162,9 +162,6 @@ def leaks(case: Case, cuts: Sequence[int]) -> Steps:
         changed = before[:, :cut] != after[:, :cut]  # NaN is not equal to itself
         if found.fault:
             return found.fault
-        # Of a few rows, all could give the new keys a weight of 0.
-        if cut + 16 < case.seqlen and torch.equal(before[:, cut:], after[:, cut:]):
-            return f"keys and values from {cut} on change no row: it keeps earlier results"
         if not changed.any():
             continue
         if not before.isfinite().all():
@@ -178,6 +175,20 @@ def leaks(case: Case, cuts: Sequence[int]) -> Steps:
                 )
         return f"keys and values from {cut} on change earlier rows: {extent(changed)}"
     return None
+
+
+def other_keys(runner: Runner, case: Case) -> Steps:
+    """Call a backend with one q and two sets of keys and values: a kept result is wrong."""
+    (q, k, v), (_, *others) = (
+        dataclasses.replace(case, seed=case.seed + n).inputs("cpu") for n in (0, 1)
+    )
+    request = Request.of(case, [(q, k, v), (q, *others)], order=[0, 1], place=_place(case))
+    found = yield request
+    for inputs, o in zip(request.sets, found.o, strict=True):
+        verdict = _judge(runner, _truth(runner, case, inputs), o)
+        if not verdict.passed:
+            return verdict
+    return found.fault or None
 
 
 def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> Steps:
@@ -480,6 +491,7 @@ def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Chec
         for seqlen, more in itertools.product(lengths, (0, 1))
     ]
     yield f"{times} calls", functools.partial(repeat, runner, small, times)
+    yield f"one q with other keys, {small[0]}", functools.partial(other_keys, runner, small[0])
     if runner.device == "cpu" and not runner.is_emulated:
         for count in THREADS:
             seqlen = draw.randint(257, 340)

@@ -455,7 +455,7 @@ def returns_its_first_answer_again():
     return kernel
 
 
-@cheat("keeps earlier results")
+@cheat("error")
 def answers_by_the_contents_of_q():
     """It keeps results by the contents of one input."""
     answers = {}

@@ -158,15 +158,13 @@ def test_a_graph_s_calls_are_chained_too():
 
 
 ROTATES = """
-import torch
 from attention_kernels import get_backend
 from attention_kernels.judge.clock import Numbers
 from attention_kernels.judge.inputs import Case
+from attention_kernels.judge.timing import sets_of
 from attention_kernels.judge.worker import Runner
-from gpt2_infer.bench import kernels
-from gpt2_infer.bench.record import KernelCell
-study = kernels.Kernels(kernels.KernelStudy(cells=[KernelCell(1024)], backends=[{0!r}]))
-numbers = Numbers(Case(1024, 64, num_heads=12), study._sets(KernelCell(1024)))
+case = Case(1024, 64, num_heads=12)
+numbers = Numbers(case, sets_of(case, "cuda"))
 Runner(get_backend({0!r}), "cuda").time(numbers.request(1, contiguous=False))
 """
 
