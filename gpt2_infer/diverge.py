@@ -257,7 +257,6 @@ def diverge(
             mode=mode,
             ignore_eos=True,
             engine=cast("EngineName", engine),
-            check_finite=not specs,  # without the check no fused engine runs
         )
         for engine in engines
     ]

@@ -82,7 +82,6 @@ def generate(
     on_text: Callable[[int, str], None] | None = None,
     progress: bool = False,
     engine: Literal["auto"] | EngineName = "auto",
-    check_finite: bool = True,
 ) -> Generation:
     """Continue each prompt by up to max_new_tokens tokens.
 
@@ -92,8 +91,8 @@ def generate(
     mode: "recompute" re-runs the whole prefix for every token (the case study's workload),
     "kv-cache" keeps keys and values. stop: texts that end a row. on_text(row, piece) is called as
     text becomes certain. engine: "eager", "graph", "fused" or "auto", the fastest that supports the
-    case; graph and fused cache their state for later calls, see GPT2.release(). check_finite: see
-    Request. KeyboardInterrupt ends generation early.
+    case; graph and fused cache their state for later calls, see GPT2.release(). KeyboardInterrupt
+    ends generation early.
     Raises RequestError, UnavailableBackendError or UnsupportedError before any long work, and
     NotFiniteError for logits that are NaN or infinite.
     """
@@ -108,7 +107,6 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
         engine=engine,
-        check_finite=check_finite,
     )
     return run(model, request, on_text=on_text, progress=progress)
 

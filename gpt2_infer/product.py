@@ -9,9 +9,9 @@ ieee-fp32, csrc/v01_matrix_product.cu: float32 throughout.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers, header
-from attention_kernels.ladder.op import load_op
+from attention_kernels.ladder.op import c_struct, load_op
 from gpt2_infer.config import PRODUCTS, ProductsName
 from gpt2_infer.errors import RequestError
 
@@ -140,20 +140,13 @@ KERNELS: dict[ProductsName, Kernel] = {
 TOP, LEAST, MOST = 14, -112, 127
 
 
-# The tensors whose addresses begin StructParams, in order.
-POINTERS = "x weight bias y residual ln_weight ln_bias workspace exponents packed_x packed_y"
-
-
-class ProductParams(ctypes.Structure):
-    """The C struct StructParams of the kernel."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in POINTERS.split()),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "mode")),
-        ("epsilon", ctypes.c_float),
-        ("tile", ctypes.c_int),
-        ("blocks", ctypes.c_int),
-    )
+ProductParams = c_struct(
+    (c_void_p, "x weight bias y residual ln_weight ln_bias workspace exponents packed_x packed_y"),
+    (c_int, "m n k mode"),
+    (c_float, "epsilon"),
+    (c_int, "tile blocks"),
+)
+"""The C struct StructParams of the kernel."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ class Request:
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     engine: Literal["auto"] | EngineName = "auto"
-    check_finite: bool = True
-    """Whether NaN or infinite logits raise NotFiniteError; if not, token 0 is chosen."""
     rows: list[list[int]] = field(init=False)
     """The prompts' token ids."""
     stops: tuple[str, ...] = field(init=False)
@@ -45,7 +43,6 @@ class Request:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         check_integer("max-new-tokens", self.max_new_tokens, 1)
         check_type("ignore_eos", self.ignore_eos, bool)
-        check_type("check_finite", self.check_finite, bool)
         check_type("sampling", self.sampling, Sampling)
         check_type("stop", self.stop, Sequence)
         if self.engine not in ENGINES:

@@ -47,7 +47,6 @@ class MemoryRequest:
 
 
 BY_LANE = ("load", "store", "atomic")
-KINDS = (*BY_LANE, "TMA load", "TMA store", "wgmma")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Access:
     memory: str
     """"shared" or "global"."""
     kind: str
-    """One of KINDS."""
+    """One of BY_LANE, or "TMA load", "TMA store" or "wgmma"."""
     bytes: int
     """Bytes per lane; of a copy by TMA all of its bytes, of a product its operands in shared
     memory."""

@@ -21,7 +21,6 @@ import hashlib
 import os
 import re
 import shlex
-import shutil
 import stat
 import sys
 import tempfile
@@ -196,33 +195,6 @@ def cache_dir() -> Path:
     """Return the cache folder; ATTENTION_KERNELS_CACHE overrides the default."""
     named = os.environ.get("ATTENTION_KERNELS_CACHE")
     return Path(named or platformdirs.user_cache_dir("attention_kernels")).absolute()
-
-
-_ENTRY = re.compile(r".+-[0-9a-f]{16}(\..+)?")
-
-
-def cache_entries() -> dict[Path, int]:
-    """Return the files and folders in the cache, sorted, with their sizes in bytes.
-
-    The user chooses the folder, so files that are not named like the cache's own are left out.
-    """
-    entries = sorted(path for path in cache_dir().glob("*") if _ENTRY.fullmatch(path.name))
-    sizes = {}
-    for entry in entries:
-        files = filter(Path.is_file, (entry, *entry.rglob("*")))
-        sizes[entry] = sum(file.lstat().st_size for file in files)
-    return sizes
-
-
-def clear_cache() -> int:
-    """Delete everything in the cache; return the number of bytes freed. Raises OSError."""
-    entries = cache_entries()
-    for entry in entries:
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
-    return sum(entries.values())
 
 
 def _tell(line: str) -> None:

@@ -116,12 +116,6 @@ def native_macros(gxx: str) -> str:
     return asked(gxx, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
 
 
-def nvcc_architectures() -> set[str]:
-    """Return the compute capabilities that nvcc compiles for, {"75", ...}; empty without nvcc."""
-    nvcc = find_nvcc()
-    return set(re.findall(r"compute_(\d+)", asked(nvcc, "--list-gpu-arch"))) if nvcc else set()
-
-
 def capabilities() -> list[tuple[int, int]]:
     """Return the compute capability of each CUDA device that torch sees."""
     import torch
@@ -136,7 +130,8 @@ def architectures() -> str:
     keep a newer one in the same machine from being used.
     """
     archs = [f"{major}{minor}" for major, minor in sorted({*capabilities()})]
-    known = nvcc_architectures()
+    nvcc = find_nvcc()
+    known = re.findall(r"compute_(\d+)", asked(nvcc, "--list-gpu-arch")) if nvcc else []
     return ",".join([arch for arch in archs if arch in known] or archs)
 
 

@@ -9,6 +9,7 @@ prepare() first. A file that takes several dtypes has an op for each: <op_prefix
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
@@ -309,6 +310,15 @@ def load_op(
         define_op(version.op, SCHEMAS[version.role])
         _load_library(library, version, device_type)
     return _registered(version)
+
+
+def c_struct(*fields: tuple[Any, str]) -> type[ctypes.Structure]:
+    """Return a C struct; fields: a type of ctypes and the names that have it, in order."""
+
+    class Struct(ctypes.Structure):
+        _fields_ = tuple((name, kind) for kind, names in fields for name in names.split())
+
+    return Struct
 
 
 def _registered(version: VersionHeader) -> Callable[..., Any]:

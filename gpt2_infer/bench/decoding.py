@@ -97,8 +97,7 @@ class Decoding(Subject[DecodeCell]):
             row = Row(contender=name, metric="time", unit="s", extra=extra)
             yield row, functools.partial(_ours, ours, cell, engine)
         if self.study.peers:
-            peer = _transformers_prompt if cell.new_tokens == 1 else _transformers
-            peers = [(self._peer, "transformers", peer)]
+            peers = [(self._peer, "transformers", _transformers)]
             if cell.mode == "kv-cache" and cell.new_tokens > 1 and self.device == "cuda":
                 peers.append(("gpt-fast recipe", "recipe", _recipe))
             for name, program, start in peers:
@@ -149,28 +148,21 @@ def _whole_calls(model: GPT2, call: Callable[[], Tensor]) -> Callable[[], Text]:
 
 
 def _transformers(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
+    """Return transformers' generation; of one token, its forward pass up to the last logits."""
     reference = models.reference_of(model)
     ids = torch.tensor(_prompts(model, cell), device=model.device)
     how: dict[str, Any] = {"use_cache": cell.mode == "kv-cache"}
     if how["use_cache"] and model.device.type == "cuda":
         how["cache_implementation"] = "static"  # makes transformers compile, too
 
-    return _whole_calls(
-        model, functools.partial(models.generated, reference, ids, cell.new_tokens, **how)
-    )
-
-
-def _transformers_prompt(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
-    """Return transformers' forward pass, with the logits of the last position."""
-    reference = models.reference_of(model)
-    ids = torch.tensor(_prompts(model, cell), device=model.device)
-
-    @torch.inference_mode()
-    def forward() -> Tensor:
-        logits: Tensor = reference(ids, logits_to_keep=1).logits
+    def write() -> Tensor:
+        if cell.new_tokens > 1:
+            return models.generated(reference, ids, cell.new_tokens, **how)
+        with torch.inference_mode():
+            logits: Tensor = reference(ids, logits_to_keep=1).logits
         return logits.argmax(-1)
 
-    return _whole_calls(model, forward)
+    return _whole_calls(model, write)
 
 
 def _recipe(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:

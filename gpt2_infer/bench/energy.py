@@ -14,21 +14,14 @@ MIN_SECONDS = 3.0  # the counter advances only ten times per second
 WARM_UP_SECONDS = 0.5  # what it shows is up to two advances old
 
 
-class NoCounterError(Exception):
-    """There is no energy counter; the message says why."""
-
-
-def open_counter(device: str) -> Callable[[], float]:
-    """Return a function that reads the joules that this process's GPU has used so far.
-
-    Raises NoCounterError.
-    """
+def open_counter(device: str) -> Callable[[], float] | str:
+    """Return a function that reads the joules this process's GPU has used, or why there is none."""
     if device != "cuda":
-        raise NoCounterError("energy is measured on NVIDIA GPUs only")
+        return "energy is measured on NVIDIA GPUs only"
     try:
         import pynvml
-    except ImportError as error:
-        raise NoCounterError("NVML needs nvidia-ml-py: install gpt2-infer[energy]") from error
+    except ImportError:
+        return "NVML needs nvidia-ml-py: install gpt2-infer[energy]"
     try:
         pynvml.nvmlInit()
         # NVML numbers all GPUs of the machine; CUDA_VISIBLE_DEVICES does not change that.
@@ -36,7 +29,7 @@ def open_counter(device: str) -> Callable[[], float]:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except pynvml.NVMLError as error:
-        raise NoCounterError(f"NVML: {error}") from error
+        return f"NVML: {error}"
     return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
 
 
@@ -46,10 +39,9 @@ def measure(contender: str, call: Callable[[], Any], device: str) -> Row:
     call() must wait for the device. The row has a reason and no sample without a counter.
     """
     row = Row(contender=contender, metric="energy", unit="J")
-    try:
-        counter = open_counter(device)
-    except NoCounterError as error:
-        row.status, row.reason = "refused", str(error)
+    counter = open_counter(device)
+    if isinstance(counter, str):
+        row.status, row.reason = "refused", counter
         return row
     _repeat(call, WARM_UP_SECONDS)
     before = counter()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import statistics
 from collections.abc import Callable, Iterable
+from ctypes import c_int, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attention_kernels.ladder import compilers, header
-from attention_kernels.ladder.op import load_op
+from attention_kernels.ladder.op import c_struct, load_op
 
 SOURCE = Path(__file__).parent / "csrc" / "v01_instruction_rates.cu"
 KINDS = ("ffma", "mma_float16", "mma_tf32")  # the kernel numbers them in this order
@@ -62,15 +62,8 @@ def gpu_limits(dtypes: Iterable[str], *, instructions: bool) -> dict[str, float]
     return {key: float(f"{value:.4g}") for key, value in limits.items()}
 
 
-class RateParams(ctypes.Structure):
-    """The C struct StructParams of the kernel."""
-
-    _fields_ = (
-        ("counts", ctypes.c_void_p),
-        ("blocks", ctypes.c_int),
-        ("iterations", ctypes.c_int),
-        ("kind", ctypes.c_int),
-    )
+RateParams = c_struct((c_void_p, "counts"), (c_int, "blocks iterations kind"))
+"""The C struct StructParams of the kernel."""
 
 
 class Rate:

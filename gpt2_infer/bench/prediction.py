@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +14,7 @@ from attention_kernels.inspection.sass.gpus import GpuModel, gpus
 from attention_kernels.inspection.sass.predict import predict
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench import environment, selection
-from gpt2_infer.bench.record import File, KernelCell, Row, timings_of
+from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import Contender, PredictionStudy, Subject
 from gpt2_infer.errors import RequestError
 
@@ -27,57 +25,6 @@ def find_gpu(key: str) -> GpuModel:
     if key not in known:
         raise RequestError(f"no GPU named {key}, only {', '.join(known)}")
     return known[key]
-
-
-def timed_on(gpu: GpuModel, files: Iterable[File]) -> list[File]:
-    """Return the timings of attention kernels that were measured on such a GPU."""
-    return [
-        file
-        for file in files
-        if file.study["kind"] == "kernel"
-        and not file.study.get("decode")
-        and file.provenance.gpu
-        and file.provenance.gpu.name in gpu.devices
-    ]
-
-
-class Likely(NamedTuple):
-    """How far measured times were from the predictions of one class of kernels."""
-
-    kind: str
-    """Kernels "on" tensor cores, or those "without"."""
-    low: float
-    """Measured over predicted time; a tenth of the kernels had less."""
-    high: float
-    """Measured over predicted time; a tenth of the kernels had more."""
-    cells: int
-    """Number of predictions that were measured."""
-
-
-def likely(files: Sequence[File], needs_us: Mapping[str, float]) -> Likely | None:
-    """Return the range of 8 in 10 measured times over the predicted times, of similar kernels.
-
-    needs_us: of the kernel, by resource. files: results, predictions as well as timings. Returns
-    None if fewer than ten of them match.
-    """
-    by_name = {gpu.name: gpu for gpu in gpus().values()}
-    kind, ratios = _kind(needs_us), []
-    for file in files:
-        if file.study["kind"] == "prediction" and file.study.get("gpu") in by_name:
-            timings = timed_on(by_name[file.study["gpu"]], files)
-            timed = [row for timing in timings for row in timing.of("time")]
-            rows = (row for row in file.rows if row.samples and "needs_us" in row.extra)
-            alike = (row for row in rows if _kind(row.extra["needs_us"]) == kind)
-            medians = ((row, timings_of(row, timed)) for row in alike)
-            ratios += [found[0].median / row.median for row, found in medians if found]
-    if len(ratios) < 10:
-        return None
-    tenths = statistics.quantiles(ratios, n=10)
-    return Likely(kind, tenths[0], tenths[-1], len(ratios))
-
-
-def _kind(needs_us: Mapping[str, float]) -> str:
-    return "on" if needs_us.get("tensor cores") else "without"
 
 
 class Predictions(Subject[KernelCell]):

@@ -1,12 +1,11 @@
 """Results files. A file consists of rows; a row holds one metric of one contender in one cell.
 
 Every study writes this kind of file. Fields specific to one study are in a row's `extra` and are
-typed where they are read. results.schema.json is the output of schema().
+typed where they are read. results.schema.json is the JSON schema of File.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Iterable
@@ -317,8 +316,3 @@ def check_output(path: Path) -> None:
     check_writable(path)
     if path.exists():
         raise ResultsError(f"{path} exists: name another file, or delete it")
-
-
-def schema() -> str:
-    """Return the JSON schema of a file, the content of results.schema.json."""
-    return json.dumps(msgspec.json.schema(File), indent=1) + "\n"

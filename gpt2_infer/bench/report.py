@@ -40,14 +40,12 @@ def make_page(
     """
     kernels = _record(versions, shape, timeout_s)
     for kernel in kernels:
-        if isinstance(found := verdicts.get(kernel.name), Report):
-            kernel.found_wrong = found.failures
-    predictions: dict[str, page.Bars | str] = {}
+        kernel.verdict = verdicts.get(kernel.name)
     if gpu:
         some = [kernel for kernel in kernels if kernel.name in predicted]
         for kernel in tqdm(some, "predicting", unit="", disable=None):
             try:
-                one = predict(
+                kernel.prediction = predict(
                     kernel.version,
                     gpu,
                     head_dim=kernel.head_dim,
@@ -55,10 +53,8 @@ def make_page(
                     lines=True,
                 )
             except AttentionError as error:
-                predictions[kernel.name] = str(error)
-            else:
-                predictions[kernel.name], kernel.stalls = page.bars(one), one.stalls
-    return page.render(kernels, shape, predictions=predictions, verdicts=verdicts)
+                kernel.prediction = str(error)
+    return page.render(kernels, shape)
 
 
 def _record(versions: Mapping[str, VersionHeader], shape: Shape, timeout_s: float) -> list[Kernel]:

@@ -32,7 +32,7 @@ __all__ = ["DEFAULT_PROMPT", "Call", "main", "parse", "program"]
 
 COMMANDS = (
     *("generate", "batch", "backends", "verify", "compare", "diverge", "perplexity", "export"),
-    *("kernels", "mcp", "cache", "predict", "accesses", "report"),
+    *("kernels", "mcp", "predict", "accesses", "report"),
 )
 """The default first."""
 FLAGS = (

@@ -18,8 +18,6 @@ from gpt2_infer.errors import RequestError
 if TYPE_CHECKING:
     from attention_kernels.inspection.sass.explain import StalledLine
     from attention_kernels.inspection.sass.predict import Prediction
-    from gpt2_infer.bench.prediction import Likely
-    from gpt2_infer.bench.record import File
 
 SHOWN_PARTS = 3  # --json has all
 SHOWN_LINES = 10
@@ -58,25 +56,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A prediction, and how far such predictions were from measured times."""
+    """A prediction, and what it is for."""
 
     heading: str
     """The file, the GPU, and the shape of the call or launch."""
     prediction: Prediction
-    likely: Likely | None
-
-    @property
-    def likely_us(self) -> list[float] | None:
-        """The range in which 8 in 10 measured times should be."""
-        time, likely = self.prediction.time_us, self.likely
-        return [time * likely.low, time * likely.high] if likely else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return every field of the prediction, what limits the time, and where it likely is."""
+        """Return every field of the prediction, and what limits the time."""
         fields = asdict(self.prediction)
         stalls = fields.pop("stalls")
-        more = {"bound": self.prediction.bound, "likely_us": self.likely_us}
-        return fields | (stalls or {}) | more
+        return fields | (stalls or {}) | {"bound": self.prediction.bound}
 
 
 def predict(
@@ -96,9 +86,8 @@ def predict(
     """Predict a kernel's time on a GPU in microseconds, and what limits it, without that GPU.
 
     A model of machine code and memory accesses: rarely off by more than 35 %, but no measurement;
-    `assumed` says what it did not know. A `launch` of any kernel replaces the shape. Results in the
-    folder `results` show how far such predictions were off. Needs nvcc for *.cu. Raises
-    RequestError, UnsupportedError and BuildError.
+    `assumed` says what it did not know. A `launch` of any kernel replaces the shape. Needs nvcc for
+    *.cu. Raises RequestError, UnsupportedError and BuildError.
 
     Args:
         name: backend name or version file, *.cu
@@ -114,9 +103,9 @@ def predict(
     """
     from attention_kernels import UnsupportedError
     from attention_kernels.inspection.sass import predict as model
-    from gpt2_infer.bench.prediction import find_gpu, likely
+    from gpt2_infer.bench.prediction import find_gpu
 
-    on, results = find_gpu(gpu), _read_results(Path("results"))
+    on = find_gpu(gpu)
     if launch:
         if (seqlens, head_dim, batch, heads, full, dtype) != ((1024,), None, 1, 12, False, None):
             raise RequestError("--kernel takes a launch, not the shape of an attention call")
@@ -134,19 +123,13 @@ def predict(
         shape = call_shape(version, head_dim, batch, heads, full)
         found = [model.predict(builds[wanted], on, seqlen=n, **shape, lines=lines) for n in seqlens]
         heading = f"{version.path.name} on {on.name}: {describe(shape)}"
-    near = likely(results, found[0].needs_us)
-    return [Predicted(heading, one, near) for one in found]
+    return [Predicted(heading, one) for one in found]
 
 
 def text(found: Sequence[Predicted], lines: bool, **_: object) -> str:
     """Return a table of the predictions or, for `lines`, one of the source lines of each."""
     parts = [found[0].heading + ("" if lines else "; microseconds")]
     parts += [_stalls(one.prediction) for one in found] if lines else [_table(found)]
-    if (near := found[0].likely) and not lines:
-        parts.append(
-            f"likely: of {near.cells} kernels {near.kind} tensor cores that were measured, 8 in 10 "
-            f"took {near.low:.2f} to {near.high:.2f} times as long as predicted."
-        )
     assumed = dict.fromkeys(what for one in found for what in one.prediction.assumed)
     return "\n\n".join([*parts, *(f"assumed: {what}" for what in assumed)])
 
@@ -160,7 +143,6 @@ def _table(found: Sequence[Predicted]) -> str:
         row = {
             "N": str(one.prediction.seqlen or ""),
             "predicted": f"{one.prediction.time_us:.1f}",
-            "likely": "..".join(f"{us:.1f}" for us in one.likely_us or ()),
             "bound": one.prediction.bound,
             "largest parts": ", ".join(f"{us:.1f} {part}" for part, us in parts if us >= 0.05),
         }
@@ -192,16 +174,3 @@ def _line(version: str, line: StalledLine) -> tuple[str, ...]:
     place = ">".join(map(str, (line.line, *line.through))) if line.line else "none"
     awaited = next((f"{at}" for at in line.waits_for if at), "")
     return f"{version}:{place}", f"{line.share:.1%}", first, second, awaited, line.source
-
-
-def _read_results(folder: Path) -> list[File]:
-    """Read a folder of results; name skipped files on standard error."""
-    from gpt2_infer.bench.record import ResultsError, read
-
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            found.append(read(path))
-        except ResultsError as error:
-            print(f"skipped: {error}", file=sys.stderr)
-    return found

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attention_kernels import BackendSpec
     from attention_kernels.ladder.header import VersionHeader
 
 
@@ -35,7 +34,7 @@ def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
 
 
 def call_shape(
-    takes: BackendSpec | VersionHeader, head_dim: int | None, batch: int, heads: int, full: bool
+    version: VersionHeader, head_dim: int | None, batch: int, heads: int, full: bool
 ) -> dict[str, Any]:
     """Return the shape of a call, except its length, as keyword arguments."""
     from attention_kernels.judge.cases import usual_head_dim
@@ -43,7 +42,7 @@ def call_shape(
     return {
         "batch": batch,
         "num_heads": heads,
-        "head_dim": head_dim or usual_head_dim(takes.head_dims),
+        "head_dim": head_dim or usual_head_dim(version.head_dims),
         "is_causal": not full,
     }
 

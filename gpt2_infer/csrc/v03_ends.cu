@@ -43,7 +43,6 @@ struct StructParams {
   int batch, seqlen, width, vocab_size, token_stride;
   int multiprocessors;
   float epsilon;
-  int accepts_all;  // logits that are not finite give token 0 instead of -1
 };
 using EndsParams = StructParams;
 
@@ -176,7 +175,7 @@ __global__ void choose(EndsParams p) {
   const unsigned order = static_cast<unsigned>(key >> 32);
   const bool is_finite = ~kInfinity < order && order < kInfinity;
   const int index = static_cast<int>(~static_cast<unsigned>(key));
-  const int64_t token = is_finite ? index : p.accepts_all ? 0 : -1;
+  const int64_t token = is_finite ? index : -1;
   p.newest[row] = token;
   p.tokens[static_cast<int64_t>(row) * p.token_stride + p.lengths[row]++] = token;
 }

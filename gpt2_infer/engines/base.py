@@ -60,18 +60,8 @@ class Engine:
     @classmethod
     def shape(cls, model: GPT2, request: Request, name: EngineName) -> Hashable:
         """Return a key; one engine can serve all requests of the same key in turn."""
-        return (
-            cls,
-            name,
-            len(cls.padded_rows(request)),
-            cls.needed(model, request, name),
-            replace(request.sampling, seed=0),
-            request.check_finite,
-            model.config,
-            model.products,
-            model.attention,
-            model.decode_attention if request.mode == "kv-cache" else None,
-        )
+        rows, capacity = len(cls.padded_rows(request)), cls.needed(model, request, name)
+        return cls, name, rows, capacity, *key_of(model, request)
 
     @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
@@ -84,7 +74,6 @@ class Engine:
         prompts, new_tokens = self.padded_rows(request), request.max_new_tokens
         lengths = [len(row) for row in prompts]
         self.model, self.sampling = model, request.sampling
-        self.check_finite = request.check_finite
         self.batch = len(request.rows)
         self.longest, self.same_length = max(lengths), len({*lengths}) == 1
         self.last_length = self.longest + new_tokens - 1  # of the longest forward pass
@@ -166,14 +155,19 @@ class Engine:
         uniform = self.newest  # a placeholder that greedy ignores
         if not self.sampling.is_greedy:
             uniform = self.uniforms.gather(1, (self.lengths - self.prompt_lengths)[:, None])[:, 0]
-        token = self.sampling.choose(logits, uniform)
-        self.newest.copy_(token if self.check_finite else token.clamp_(min=0))
+        self.newest.copy_(self.sampling.choose(logits, uniform))
         self.tokens.index_put_((self.rows, self.lengths), self.newest)
         self.lengths += 1
 
     def reset(self) -> None:
         """Discard all new tokens."""
         self.lengths.copy_(self.prompt_lengths)
+
+
+def key_of(model: GPT2, request: Request) -> tuple[Hashable, ...]:
+    """Return what calls must have in common, besides their sizes, to use the same engine."""
+    sampling = replace(request.sampling, seed=0)
+    return sampling, model.config, model.products, model.attention, model.decode_attention
 
 
 def length_step(name: EngineName, device: torch.device) -> int:

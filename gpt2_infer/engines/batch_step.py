@@ -5,9 +5,9 @@ The backends compute attention, as elsewhere.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
+from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_op
+from attention_kernels.ladder.op import c_struct, load_op
 from attention_kernels.registry import MANY_HEADS
 from gpt2_infer.engines.base import kernel_refusals
 from gpt2_infer.linear import Linear, weight_and_bias
@@ -47,24 +47,14 @@ def refusals(model: GPT2, batch: int) -> list[str]:
     return reasons
 
 
-# The tensors whose addresses begin StructParams, in order, and its other fields.
-POINTERS = (
-    "tokens lengths seqlens active logprobs wte wpe ln_weight ln_bias x heads qkv sums bias normed "
-    "logits kv slots"
+KernelParams = c_struct(
+    (c_void_p, "tokens lengths seqlens active logprobs wte wpe ln_weight ln_bias x heads qkv"),
+    (c_void_p, "sums bias normed logits kv slots"),
+    (c_int64, "row_stride kv_stride"),
+    (c_int, "kernel rows parts width vocab_size seqlen num_heads max_seqlen"),
+    (c_float, "epsilon softmax_scale"),
 )
-STRIDES = "row_stride kv_stride"
-SIZES = "kernel rows parts width vocab_size seqlen num_heads max_seqlen"
-
-
-class KernelParams(ctypes.Structure):
-    """The C struct StructParams of the kernels."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in POINTERS.split()),
-        *((name, ctypes.c_int64) for name in STRIDES.split()),
-        *((name, ctypes.c_int) for name in SIZES.split()),
-        *((name, ctypes.c_float) for name in ("epsilon", "softmax_scale")),
-    )
+"""The C struct StructParams of the kernels."""
 
 
 @functools.cache

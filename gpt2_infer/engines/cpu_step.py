@@ -5,9 +5,9 @@ It reads the weights where the model keeps them, so there is no copy that could 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
+from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
-from attention_kernels.ladder.op import load_op
+from attention_kernels.ladder.op import c_struct, load_op
 from gpt2_infer.engines.fused import Fused, request_refusals
 from gpt2_infer.linear import Linear
 from gpt2_infer.model import GPT2, Block, KVCache
@@ -64,70 +64,37 @@ class FusedOnCPU(Fused):
 
     def prepare_decode(self) -> None:
         """Collect the addresses of the weights."""
-        self.fused_step = CPUStep(
-            self.model,
-            self.cache,
-            self.newest,
-            self.tokens,
-            self.lengths,
-            self.sampling.is_greedy,
-            no_token=-1 if self.check_finite else 0,
-        )
+        state = (self.cache, self.newest, self.tokens, self.lengths)
+        self.fused_step = CPUStep(self.model, *state, self.sampling.is_greedy)
 
 
 # ---- The code's view of a model -----------------------------------------------------------------
 
 
-class MatrixParams(ctypes.Structure):
-    """The C struct Matrix."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "is_transposed")),
-    )
-
-
-class NormParams(ctypes.Structure):
-    """The C struct Norm."""
-
-    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
-
-
-class LayerParams(ctypes.Structure):
-    """The C struct Layer."""
-
-    _fields_ = (
-        *((name, NormParams) for name in ("ln_1", "ln_2")),
-        *((name, MatrixParams) for name in ("qkv", "proj", "fc", "fc2")),
-        ("softmax_scale", ctypes.c_double),
-    )
-
-
-# The tensors whose addresses are in StructParams, in order.
-POINTERS = "wte wpe kv seqlens newest tokens lengths logits shared own"
-SIZES = "capacity batch layer_count num_heads max_seqlen threads is_greedy no_token"
-
-
-class StepParams(ctypes.Structure):
-    """The C struct StructParams."""
-
-    _fields_ = (
-        ("layers", ctypes.POINTER(LayerParams)),
-        ("ln_f", NormParams),
-        ("head", MatrixParams),
-        *((name, ctypes.c_void_p) for name in POINTERS.split()),
-        ("wte_strides", ctypes.c_int64 * 2),
-        *((name, ctypes.c_int64) for name in SIZES.split()),
-        ("epsilon", ctypes.c_double),
-    )
+# The structs Matrix, Norm, Layer and StructParams.
+MatrixParams = c_struct((c_void_p, "data bias"), (c_int64, "rows columns is_transposed"))
+NormParams = c_struct((c_void_p, "weight bias"))
+LayerParams = c_struct(
+    (NormParams, "ln_1 ln_2"),
+    (MatrixParams, "qkv proj fc fc2"),
+    (c_double, "softmax_scale"),
+)
+StepParams = c_struct(
+    (POINTER(LayerParams), "layers"),
+    (NormParams, "ln_f"),
+    (MatrixParams, "head"),
+    (c_void_p, "wte wpe kv seqlens newest tokens lengths logits shared own"),
+    (c_int64 * 2, "wte_strides"),
+    (c_int64, "capacity batch layer_count num_heads max_seqlen threads is_greedy"),
+    (c_double, "epsilon"),
+)
 
 
 class CPUStep:
     """A decode step of one model over one cache, on as many threads as torch uses.
 
     newest, int64 (batch,): the tokens to read; one below 0 is read as 0. If is_greedy, the step
-    replaces them by the most likely next ones (no_token where logits are not finite), writes these
+    replaces them by the most likely next ones (-1 where logits are not finite), writes these
     to tokens (batch, capacity) at `lengths` (batch,) and adds 1 to lengths. It adds 1 to
     cache.seqlens. logits: float32 (batch, vocab_size). Raises BuildError.
     """
@@ -140,8 +107,6 @@ class CPUStep:
         tokens: Tensor,
         lengths: Tensor,
         is_greedy: bool,
-        *,
-        no_token: int = -1,
     ) -> None:
         op = _op()
         if isinstance(op, str):
@@ -169,7 +134,6 @@ class CPUStep:
             max_seqlen,
             threads,
             is_greedy,
-            no_token,
             config.layer_norm_epsilon,
         )
         self._bytes, self._op = torch.frombuffer(self._params, dtype=torch.uint8), op
@@ -182,7 +146,7 @@ class CPUStep:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None) -> MatrixParams:
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> Structure:
         """Describe a weight (rows, columns), stored in either order."""
         if not weight.is_contiguous() and not weight.t().is_contiguous():
             weight = weight.contiguous()
@@ -191,10 +155,10 @@ class CPUStep:
             self._address(weight), address, *weight.shape, not weight.is_contiguous()
         )
 
-    def _norm(self, norm: nn.LayerNorm) -> NormParams:
+    def _norm(self, norm: nn.LayerNorm) -> Structure:
         return NormParams(self._address(norm.weight), self._address(norm.bias))
 
-    def _layer(self, block: Block) -> LayerParams:
+    def _layer(self, block: Block) -> Structure:
         attn, mlp = block.attn, block.mlp
         linears: tuple[Linear, ...] = (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
         matrices = (self._matrix(linear.weight, linear.bias) for linear in linears)

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
+from ctypes import c_float, c_int, c_void_p
 
 import torch
 from torch import Tensor
 
 from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_op
+from attention_kernels.ladder.op import c_struct, load_op
 from gpt2_infer.engines.base import weights_by_rows
 from gpt2_infer.model import GPT2
 from gpt2_infer.product import CSRC, Activation, Packed, count_multiprocessors
 
 BEGIN, KEEP, LOGITS, CHOOSE = range(4)
-# The tensors whose addresses begin StructParams, in order.
-POINTERS = (
-    *("tokens", "lengths", "newest", "wte", "wpe", "ln_weight", "ln_bias", "x", "normed"),
-    *("packed", "heads", "kept_x", "kept_heads", "head", "logits", "largest"),
+EndsParams = c_struct(
+    (c_void_p, "tokens lengths newest wte wpe ln_weight ln_bias x normed packed heads"),
+    (c_void_p, "kept_x kept_heads head logits largest"),
+    (c_int, "kernel batch seqlen width vocab_size token_stride multiprocessors"),
+    (c_float, "epsilon"),
 )
-
-
-class EndsParams(ctypes.Structure):
-    """The C struct StructParams of csrc/v03_ends.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int) for name in ("kernel", "batch", "seqlen", "width", "vocab_size")),
-        *((name, ctypes.c_int) for name in ("token_stride", "multiprocessors")),
-        ("epsilon", ctypes.c_float),
-        ("accepts_all", ctypes.c_int),
-    )
+"""The C struct StructParams of csrc/v03_ends.cu."""
 
 
 @functools.cache
@@ -114,19 +104,16 @@ class Ends:
         )
         return self.last_logits
 
-    def choose(
-        self, tokens: Tensor, lengths: Tensor, newest: Tensor, *, check_finite: bool
-    ) -> None:
+    def choose(self, tokens: Tensor, lengths: Tensor, newest: Tensor) -> None:
         """Append each row's most likely token by logits(), or -1 if the largest is not finite.
 
         tokens: int64 (batch, capacity). lengths and newest: int64 (batch,); lengths grows, newest
-        gets the token. check_finite: False appends 0, not -1.
+        gets the token.
         """
         self._launch(
             CHOOSE,
             lengths,
             token_stride=tokens.stride(0),
-            accepts_all=not check_finite,
             largest=self._largest,
             tokens=tokens,
             lengths=lengths,

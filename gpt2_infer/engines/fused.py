@@ -7,10 +7,10 @@ second, packed copy of the layers' weights.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 from collections.abc import Mapping
+from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_op
+from attention_kernels.ladder.op import c_struct, load_op
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.base import kernel_refusals, weights_by_rows
 from gpt2_infer.engines.cached import Cached
@@ -89,8 +89,6 @@ class Fused(Cached):
         reasons += request_refusals(model, request)
         if (head_dim := model.config.head_dim) not in (32, 64, 128):
             reasons.append(f"head_dim {head_dim} (it takes 32, 64, 128)")
-        if not request.check_finite:
-            reasons.append("logits that are not checked for NaN and infinity")
         return reasons or shape_on(model, power_of_two(len(request.rows))).refusals
 
     @property
@@ -349,21 +347,15 @@ class StepShape:
         return replace(parsed, flags=flags, dtypes=dtypes, op=op, needs=needs)
 
 
-# The tensors whose addresses begin StructParams, in order.
-POINTERS = "weights vectors ln_f wte wpe head kv seqlens newest tokens lengths logits scratch"
-
-
-class StepParams(ctypes.Structure):
-    """The C struct StructParams of the kernels."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in POINTERS.split()),
-        ("capacity", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("layers", "max_seqlen", "is_greedy")),
-        ("softmax_scale", ctypes.c_float),
-        ("scales_by_layer", ctypes.c_int),
-        ("epsilon", ctypes.c_float),
-    )
+StepParams = c_struct(
+    (c_void_p, "weights vectors ln_f wte wpe head kv seqlens newest tokens lengths logits scratch"),
+    (c_int64, "capacity"),
+    (c_int, "layers max_seqlen is_greedy"),
+    (c_float, "softmax_scale"),
+    (c_int, "scales_by_layer"),
+    (c_float, "epsilon"),
+)
+"""The C struct StructParams of the kernels."""
 
 
 def _pack(model: GPT2, shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:

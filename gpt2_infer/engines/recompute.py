@@ -67,8 +67,7 @@ class Recompute(Engine):
         if self.forward is not None:
             logits = self.forward(self.model, tokens, self.lengths)
             if self.sampling.is_greedy:
-                state = self.tokens, self.lengths, self.newest
-                self.forward.ends.choose(*state, check_finite=self.check_finite)
+                self.forward.ends.choose(self.tokens, self.lengths, self.newest)
             else:
                 self.accept(logits)
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2_infer.engines import batch_step
-from gpt2_infer.engines.base import capture, pool_bytes
+from gpt2_infer.engines.base import capture, key_of, pool_bytes
 from gpt2_infer.linear import without_autocast
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Request
@@ -82,11 +81,8 @@ class Slots:
         model: GPT2, request: Request, batch: int, capacity: int, engine: EngineName
     ) -> Hashable:
         """Return a key; the same slots can serve all runs of the same key in turn."""
-        return (
-            *(Slots, batch, capacity, engine, request.max_new_tokens),
-            replace(request.sampling, seed=0),
-            *(model.config, model.products, model.attention, model.decode_attention),
-        )
+        sizes = (batch, capacity, request.max_new_tokens)
+        return Slots, engine, *sizes, *key_of(model, request)
 
     @property
     def nbytes(self) -> int:

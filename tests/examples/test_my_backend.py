@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "my_backend"
 README = (EXAMPLE / "README.md").read_text("utf-8")
 SOURCE = EXAMPLE / "src" / "my_backend"
-NAMES = ["MY_TILED_PYTORCH", "MY_CUDA_VERSION_1"]
+NAMES = ["MY_PYTORCH", "MY_CUDA_VERSION_1"]
 DECODER = "MY_DECODE_VERSION_1"
 PROMPT = "Once upon a time there was a"
 
@@ -75,7 +75,7 @@ def test_it_and_a_renamed_copy_are_installed_listed_run_and_compared(tmp_path):
         return json.loads(subprocess.check_output(command, cwd=tmp_path, env=environment))
 
     rows = {row["name"]: row for row in run("backends")}
-    renamed = ["FAST_TILED_PYTORCH", "FAST_CUDA_VERSION_1", "FAST_DECODE_VERSION_1"]
+    renamed = ["FAST_PYTORCH", "FAST_CUDA_VERSION_1", "FAST_DECODE_VERSION_1"]
     assert {rows[name]["family"] for name in renamed} == {"fast-rows"}
     assert {rows[name]["family"] for name in (*NAMES, DECODER)} == {"my-backend"}
     assert rows[NAMES[1]]["emulated_on"] == ["cpu"]

@@ -150,8 +150,6 @@ def test_logits_that_are_not_finite_end_generation(sampling, watched, device, cl
     options = {"sampling": sampling, "ignore_eos": not watched, "max_new_tokens": 5}
     with pytest.raises(NotFiniteError, match=r"TEST_NAN in float32.* position 0 of prompt 2"):
         generate(model, [[5, 6, 7], [8]], **options)
-    spared = generate(model, [[5, 6, 7], [8]], check_finite=False, **options)
-    assert spared.tokens[1] == [0] * 5
     with pytest.raises(NotFiniteError, match=r"TEST_NAN in float32.* position 3 of prompt 1"):
         generate(model, [[5, 6, 7]], mode="kv-cache", **options)
 

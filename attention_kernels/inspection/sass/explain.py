@@ -1,12 +1,12 @@
 """Explain a prediction: how long the warps wait at each source line, and why.
 
 The line of an instruction is the kernel's own: code inlined from a function counts where the kernel
-calls it.
+calls it. If an inlined function calls another, nvcc names the same caller for every copy of that
+call.
 """
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from attention_kernels.inspection.resources import Launch
 from attention_kernels.inspection.sass.decode import Program, find_disassembler
-from attention_kernels.inspection.sass.multiprocessor import BARRIER, EXITED, SELECTED, Stall
+from attention_kernels.inspection.sass.multiprocessor import EXITED, SELECTED, Stall
 from attention_kernels.ladder import compilers
 
 _LEAST = 0.01  # share of a line's stalls from which a reason, or another line, is listed
@@ -94,8 +94,7 @@ def explain(
         path = next((Path(lines[0][0]) for lines in frames if lines), Path())
         path = program.path if path.name == program.path.name else path
         text = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
-        waits = (x for x in sorted(cycles, key=cycles.__getitem__) if x.reason != BARRIER)
-        chains = mended(own_lines(frames, path.name), waits, text)
+        chains = own_lines(frames, path.name)
         counted = {stall: n for stall, n in cycles.items() if stall.reason != EXITED}
         scale = weight / (sum(counted.values()) or 1.0)
         for (at, reason, cause), n in counted.items():
@@ -187,28 +186,4 @@ def own_lines(instructions: Iterable[Iterable[tuple[str, int]]], name: str) -> l
         while len(inner) > 1 and inner[1] >= first > 0:
             inner = inner[1:]
         found[at] = inner
-    return found
-
-
-def mended(chains: Sequence[Chain], waits: Iterable[Stall], text: Sequence[str]) -> list[Chain]:
-    """Return the lines of each instruction with the callers that nvcc has mixed up.
-
-    If an inlined function calls another, nvcc names the same caller for every copy of that call. A
-    result is used by the copy that made it, so its caller is that of the awaited instruction.
-    chains: from own_lines(). waits: for results.
-    """
-    ends = [at for at, line in enumerate(text, 1) if line.startswith("}")]
-    callers: defaultdict[int, set[int]] = defaultdict(set)
-    for chain in chains:
-        if len(chain) > 1:
-            callers[chain[1]].add(chain[0])
-    found = [*chains]
-    for place, _, cause in waits:
-        mine, other = chains[place], chains[cause]
-        if (
-            min(len(mine), len(other)) > 1
-            and bisect.bisect(ends, mine[1]) == bisect.bisect(ends, other[1])
-            and len(callers[mine[1]]) == 1 < len(callers[other[1]])
-        ):
-            found[place] = (other[0], *mine[1:])
     return found

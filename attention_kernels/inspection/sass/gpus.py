@@ -20,7 +20,6 @@ class GpuModel:
     """One GPU of gpus.toml."""
 
     name: str
-    devices: list[str]
     arch: str
     multiprocessors: int
     clock_ghz: float

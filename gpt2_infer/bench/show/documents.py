@@ -16,18 +16,18 @@ from pathlib import Path
 
 from gpt2_infer.bench.record import File, newest, read
 from gpt2_infer.bench.show import inspected, ladders, predicted, tables
-from gpt2_infer.bench.show.columns import BACKEND
-from gpt2_infer.bench.show.figures import Value, length, main_rows, where
-from gpt2_infer.bench.show.pivot import Column, Entry, Layout, Table, markdown, pivot
+from gpt2_infer.bench.show.figures import main_rows
+from gpt2_infer.bench.show.pivot import Table, markdown, pivot
 
 
-def show(task: str, device: str = "", *, rows: str = "", columns: str = "") -> None:
+def show(task: str, device: str = "", *, rows: str = "", columns: str = "", kind: str = "") -> None:
     """Print the tables of a task's newest results, for the document that cog is filling.
 
-    device: as in the file's name; see record.newest(). rows, columns: see Table.chosen().
+    device: as in the file's name; see record.newest(). rows, columns: see Table.chosen(). kind: the
+    tables' layout, by default the study's.
     """
     path, file = _newest(task, device)
-    _print_tables(tables.tables(_link(path), file), rows, columns)
+    _print_tables(tables.tables(_link(path), file, kind), rows, columns)
 
 
 def picture(task: str, plot: str) -> None:
@@ -47,23 +47,6 @@ def overview(family: str, *kernels: str, generation: str, rows: str = "") -> Non
 def ladder(family: str, *tasks: str, chapter: str = "") -> None:
     """Print a section for each version of a ladder: its header and the tasks' times."""
     _print(ladders.sections(family, [_newest(task)[1] for task in tasks], chapter))
-
-
-def row_errors(task: str, *names: str) -> None:
-    """Print some backends' relative row error at each length, divided by its budget."""
-
-    def errors(line: Entry) -> Value:
-        found = line.row and line.row.check
-        return f"{found.row_error:.1e} / {found.row_budget:.1e}" if found else None
-
-    layout = Layout(
-        title=lambda name, file, _: f"{where(file)} ({name})",
-        rows=lambda file: [row for row in main_rows(file) if row.contender in names],
-        line=lambda row: row.contender,
-        columns=[BACKEND, Column("N={at}", errors, over=length)],
-    )
-    path, file = _newest(task)
-    _print_tables(pivot(_link(path), file, layout), columns=r"backend|N=\d{3}")
 
 
 def predictions(task: str, measured: str, *, rows: str = "", columns: str = "") -> None:

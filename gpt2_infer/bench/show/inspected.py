@@ -105,7 +105,6 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
             columns.BACKEND,
             Column("N={at}", value, "{:.4g}", over=length),
             Column("bound at the longest", columns.timed(lambda row: row.extra["bound"])),
-            Column("tile at the longest", columns.timed(lambda row: row.extra.get("choice"))),
         ],
     )
 

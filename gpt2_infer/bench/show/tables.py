@@ -20,6 +20,7 @@ from gpt2_infer.bench.show.figures import (
     step_us,
     steps_of,
     times,
+    where,
     widest_spread,
     with_spread,
     within_budget,
@@ -33,9 +34,12 @@ def render(name: str, file: File) -> str:
     return "\n".join(map(str, tables(name, file)))
 
 
-def tables(name: str, file: File) -> list[Table]:
-    """Return the tables of a results file; raises ResultsError for an unknown kind of study."""
-    kind = file.study["kind"]
+def tables(name: str, file: File, kind: str = "") -> list[Table]:
+    """Return the tables of a results file; raises ResultsError for an unknown kind of study.
+
+    kind: one of LAYOUTS, by default the study's.
+    """
+    kind = kind or file.study["kind"]
     if kind not in LAYOUTS:
         raise ResultsError(f"{name}: unknown kind of study, {kind}")
     if kind == "kernel" and has_shapes(file):
@@ -46,7 +50,7 @@ def tables(name: str, file: File) -> list[Table]:
 
 
 LAYOUTS: dict[str, Layout] = {**inspected.LAYOUTS}
-"""Layouts by kind of study, or a variant of it: "shapes" and "prefill"."""
+"""Layouts by kind of study, or a variant of it: "shapes", "row errors" and "prefill"."""
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -151,6 +155,18 @@ LAYOUTS["shapes"] = Layout(
         Column("shape", columns.first(lambda row: str(row.kernel))),
         Column("{at}", _speed, over=lambda row: f"`{row.contender}`, {row.extra['precision']}"),
     ],
+)
+
+
+def _row_error(line: Entry) -> Value:
+    found = line.row and line.row.check
+    return f"{found.row_error:.1e} / {found.row_budget:.1e}" if found else None
+
+
+LAYOUTS["row errors"] = Layout(
+    title=lambda name, file, _: f"{where(file)} ({name})",
+    line=lambda row: row.contender,
+    columns=[columns.BACKEND, Column("N={at}", _row_error, over=length)],
 )
 
 

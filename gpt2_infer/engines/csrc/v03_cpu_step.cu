@@ -49,7 +49,6 @@ struct StructParams {
   float* own;        // (threads, batch * n_embd + max_seqlen)
   int64_t wte_strides[2];
   int64_t capacity, batch, layer_count, num_heads, max_seqlen, threads, is_greedy;
-  int64_t no_token;  // the token for logits that are not finite
   double epsilon;
 };
 
@@ -261,8 +260,7 @@ void run_step(const StructParams& p) {
   for (int b = 0; b < p.batch; ++b) {
     ++p.seqlens[b];
     if (!p.is_greedy) continue;
-    const int64_t token = most_likely(p.logits + b * p.head.columns, p.head.columns);
-    p.newest[b] = token < 0 ? p.no_token : token;
+    p.newest[b] = most_likely(p.logits + b * p.head.columns, p.head.columns);
     p.tokens[b * p.capacity + p.lengths[b]++] = p.newest[b];
   }
 }

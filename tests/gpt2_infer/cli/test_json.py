@@ -29,7 +29,6 @@ COMMAND = {
     "accesses": ["CUSTOM_CUDA_VERSION_1"],
     "backends": [],
     "batch": ["examples/prompts.jsonl", *MODEL, "--max-new-tokens", "1", "--out", "OUT"],
-    "cache": [],
     "compare": [
         *("--task", "kernel", "--device", "cpu", "--seqlens", "8", "--heads", "1"),
         *("--rounds", "2", "--backends", "naive-pytorch", "--out", "OUT"),

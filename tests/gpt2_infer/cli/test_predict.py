@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from attention_kernels.inspection.sass import predict
 from attention_kernels.inspection.sass.explain import StalledLine, Stalls
 from attention_kernels.inspection.sass.predict import Prediction
-from gpt2_infer.bench.prediction import find_gpu, likely, timed_on
-from gpt2_infer.bench.record import Gpu, KernelCell
 from gpt2_infer.cli import main
-from tests.gpt2_infer.bench.common import file_of, kernel, kernels
 
 FOUND = Prediction(
     version="v12",
@@ -41,63 +37,10 @@ def _predicted(monkeypatch):
     monkeypatch.setattr(predict, "predict", lambda *_, **__: FOUND)
 
 
-def test_the_largest_parts_the_bound_and_the_likely_range_are_shown(capsys, monkeypatch, tmp_path):
+def test_the_largest_parts_and_the_bound_are_shown(capsys):
+    assert main(COMMAND) == 0
     largest = "42.0 shared memory, 40.7 uneven blocks, 30.0 issue slots"
-    monkeypatch.chdir(Path(__file__).parents[3])
-    assert main(COMMAND) == 0
-    shown = capsys.readouterr().out
-    (row,) = (line for line in shown.splitlines() if line.startswith("1024 "))
-    assert re.fullmatch(rf"1024 +90\.0 +\d+\.\d\.\.\d+\.\d  shared memory  {largest}", row)
-    assert "kernels without tensor cores that were measured, 8 in 10 took 0." in shown
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "a.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    assert main(COMMAND) == 0
-    out, err = capsys.readouterr()
-    assert re.search(rf"^1024 +90\.0  shared memory  {largest}$", out, re.M)  # nothing measured
-    assert err.startswith("skipped: results/a.json is not a results file")
-
-
-RTX = "NVIDIA GeForce RTX"
-CARDS = {  # the name of the card that is predicted for, and names of others
-    "h200": ["NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"],
-    "h100": ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"],
-    "a100": ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB"],
-    "t4": ["Tesla T4", "NVIDIA T400"],
-    "rtx4090": [f"{RTX} 4090", f"{RTX} 4090 D", f"{RTX} 4090 Laptop GPU", f"{RTX} 3060"],
-}
-
-
-@pytest.mark.parametrize("key", CARDS)
-def test_a_prediction_is_compared_only_with_timings_of_the_same_card(key):
-    for name in CARDS[key]:
-        timing = kernels()
-        timing.provenance.gpu = Gpu(
-            name=name, compute_capability="9.0", multiprocessors=1, memory_bytes=1, cuda="13.0"
-        )
-        assert bool(timed_on(find_gpu(key), [timing])) == (name == CARDS[key][0])
-
-
-def test_a_prediction_has_the_range_that_its_class_of_kernels_has_earned():
-    """Kernels 0 to 19 take 1.00 to 1.19 times as long as predicted; those on tensor cores twice."""
-    plain, tensor = {"issue slots": 1.0}, {"issue slots": 1.0, "tensor cores": 1.0}
-    rows, timed, cell = [], [], KernelCell(128)
-    for n in range(20):
-        for name, needs, factor in ((f"A{n}", plain, 1 + n / 100), (f"T{n}", tensor, 2)):
-            rows.append(kernel(name, [10.0], cell=cell, version_digest="1", needs_us=needs))
-            timed.append(kernel(name, [10 * factor], cell=cell, version_digest="1"))
-    predictions = file_of("prediction", rows, settings={"gpu": "H200 SXM"})
-    files = [predictions, timings := file_of("kernel", timed)]
-    assert likely(files, plain) is None  # measured on another card
-    assert timings.provenance.gpu
-    timings.provenance.gpu.name = "NVIDIA H200"
-    found = likely(files, plain)
-    assert found
-    assert found[1:] == pytest.approx((1.011, 1.179, 20))
-    assert likely(files, tensor) == ("on", 2.0, 2.0, 20)
-    few = file_of("prediction", rows[:10], settings={"gpu": "H200 SXM"})
-    elsewhere = file_of("prediction", rows, settings={"gpu": "another"})
-    assert likely([few, elsewhere, timings], plain) is None
+    assert re.search(rf"^1024 +90\.0  shared memory  {largest}$", capsys.readouterr().out, re.M)
 
 
 def test_a_launch_of_any_kernel_is_taken_from_the_options(monkeypatch, capsys):

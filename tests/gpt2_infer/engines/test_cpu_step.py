@@ -112,7 +112,6 @@ def test_logits_that_are_not_finite_are_noticed(path, value):
     assert state.newest.tolist() == [-1]
     with pytest.raises(NotFiniteError):
         write(model)
-    assert write(model, check_finite=False).tokens[0][1:] == [0] * 7
 
 
 def test_weights_changed_through_data_are_used():

@@ -91,7 +91,6 @@ def test_only_calls_of_the_same_shape_share_an_engine(mode, captured):
         {"max_new_tokens": 20},
         {"sampling": DRAWN},
         {"sampling": Sampling(0.8, 50, 0.95)},
-        {"check_finite": False},
         {"engine": "fused"},
     )
     for options in (*shapes, *shapes):

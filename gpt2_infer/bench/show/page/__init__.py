@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
@@ -18,20 +17,13 @@ from markupsafe import Markup, escape
 
 from attention_kernels.inspection.accesses import BY_LANE
 from attention_kernels.inspection.sass.predict import Prediction
-from attention_kernels.judge.suite import Report
 from gpt2_infer.bench.record import Shape
 from gpt2_infer.bench.show.page import lanes, source
 from gpt2_infer.bench.show.page.source import Kernel
 
 
-def render(
-    kernels: Sequence[Kernel],
-    shape: Shape,
-    *,
-    predictions: Mapping[str, Bars | str],
-    verdicts: Mapping[str, Report | str],
-) -> str:
-    """Return the HTML page; predictions and verdicts, or the reasons against them, by version."""
+def render(kernels: Sequence[Kernel], shape: Shape) -> str:
+    """Return the HTML page on kernels that were counted at a shape."""
     text = {name: _text(f"page.{name}") for name in ("css", "js")}
     environment = Environment(
         loader=PackageLoader(__name__, ""),
@@ -48,8 +40,7 @@ def render(
         js=Markup(text["js"]),
         shape=shape,
         kernels=kernels,
-        predictions=predictions,
-        verdicts=verdicts,
+        bars_of=bars,
         most_failures=SHOWN_FAILURES,
         counters=source.COUNTERS,
         lane_map=lanes.lane_map,
@@ -70,34 +61,20 @@ class Bar(NamedTuple):
     """"need", "lost" or "predicted"."""
 
 
-@dataclass(frozen=True)
-class Bars:
-    """A prediction and its parts."""
-
-    title: str
-    bars: list[Bar]
-
-    @property
-    def longest(self) -> float:
-        """The longest time in microseconds."""
-        return max(bar.us for bar in self.bars)
-
-
-def bars(found: Prediction) -> Bars:
-    """Return the parts of a prediction."""
+def bars(found: Prediction) -> list[Bar]:
+    """Return the parts of a prediction, the needs first, and the predicted time."""
     notes = {
         "load-store unit": "shared memory, L1 and shuffles together",
         "latency": "warps wait for results, barriers and each other",
         "uneven blocks": "multiprocessors without work",
     }
     parts = sorted(found.parts.items(), key=lambda part: (part[0] in found.lost_us, -part[1]))
-    bars = [
+    shown = [
         Bar(name, notes.get(name, ""), us, "lost" if name in found.lost_us else "need")
         for name, us in parts
         if us >= 0.05
     ]
-    bars.append(Bar("predicted", f"bound by {found.bound}", found.time_us, "predicted"))
-    return Bars(f"Predicted for {found.gpu}, 12 heads, {found.seqlen:,} tokens; microseconds", bars)
+    return [*shown, Bar("predicted", f"bound by {found.bound}", found.time_us, "predicted")]
 
 
 def _text(name: str) -> str:

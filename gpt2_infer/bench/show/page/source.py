@@ -15,7 +15,8 @@ from pygments.token import Comment, Keyword, Literal
 
 from attention_kernels.inspection.accesses import Access
 from attention_kernels.inspection.sass.explain import StalledLine, Stalls
-from attention_kernels.judge.suite import Failure
+from attention_kernels.inspection.sass.predict import Prediction
+from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.ladder.header import VersionHeader
 
 COUNTERS = {
@@ -57,16 +58,20 @@ class Line:
 
 @dataclass
 class Kernel:
-    """A version: its source, its counts, or why it could not be counted, and its stalls."""
+    """A version: its source, its counts, prediction and verdict, or why it has none of them."""
 
     name: str
     version: VersionHeader
     head_dim: int
     recording: list[Access] | None
     refused: str = ""
-    stalls: Stalls | None = None
-    found_wrong: Sequence[Failure] = ()
-    """The judge's failures, in order."""
+    prediction: Prediction | str | None = None
+    verdict: Report | str | None = None
+
+    @property
+    def stalls(self) -> Stalls | None:
+        """Why its warps stall, if that is predicted."""
+        return self.prediction.stalls if isinstance(self.prediction, Prediction) else None
 
     @property
     def slug(self) -> str:
@@ -77,7 +82,7 @@ class Kernel:
     def failures(self) -> list[Failure]:
         """The judge's failures, one per reason; those that name a line, such as a race, first."""
         by_reason: dict[str, Failure] = {}
-        for failure in self.found_wrong:
+        for failure in self.verdict.failures if isinstance(self.verdict, Report) else ():
             by_reason.setdefault(failure.why, failure)
         return sorted(by_reason.values(), key=lambda one: not self.place.search(one.why))
 

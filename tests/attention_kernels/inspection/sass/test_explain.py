@@ -46,13 +46,6 @@ def test_instructions_have_the_lines_of_their_call_chains():
     assert explain.own_lines(found["other"], "v01.cu") == [()]
 
 
-def test_the_caller_of_a_nested_call_is_that_of_the_result_it_uses():
-    source = "void f() {\n  b();\n  a();\n}\nvoid kernel() {\n  f();\n  f();\n}\n"
-    chains = [(6, 2), (7, 2), (6, 3, 1), (6, 3, 1), (6,)]
-    waits = [Stall(2, "wait", 0), Stall(3, "wait", 1), Stall(4, "wait", 1)]
-    assert explain.mended(chains, waits, source.split("\n")) == [*chains[:3], (7, 3, 1), (6,)]
-
-
 def test_stalls_are_summed_by_line(monkeypatch, tmp_path):
     """A line that calls a function waits for the result of the line above it."""
     source = tmp_path / "v01.cu"

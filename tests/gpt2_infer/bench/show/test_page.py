@@ -129,8 +129,8 @@ def test_verdicts_and_stalls_are_shown_at_their_lines(file):
 def test_a_prediction_is_drawn_with_its_parts():
     shown = bars(FOUND)
     names = ["shared memory", "issue slots", "uneven blocks", "latency", "launch", "predicted"]
-    assert [bar.name for bar in shown.bars] == names
-    assert [bar.us for bar in shown.bars] == [42.0, 30.0, 40.7, 6.0, 1.3, 90.0]
+    assert [bar.name for bar in shown] == names
+    assert [bar.us for bar in shown] == [42.0, 30.0, 40.7, 6.0, 1.3, 90.0]
 
 
 @functools.cache
