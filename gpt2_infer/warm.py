@@ -109,7 +109,7 @@ def _sent(idle_s: float) -> socket.socket | None:
 
 
 def _wait(server: socket.socket) -> int:
-    """Return the exit status of the call, or end by the signal that ended its process."""
+    """Return the exit status of the call; 128 and the signal that ended it, as a shell reports."""
 
     def interrupt(*_: object) -> None:
         with contextlib.suppress(OSError):
@@ -122,10 +122,7 @@ def _wait(server: socket.socket) -> int:
         status = server.recv(16)
     if not status:
         return _fail("the server that ran this call has ended")
-    if (code := int(status)) < 0:
-        signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    return code
+    return int(status) if int(status) >= 0 else 128 - int(status)
 
 
 def _started(path: Path, idle_s: float) -> socket.socket:
