@@ -7,7 +7,6 @@ workers seconds sooner.
 from __future__ import annotations
 
 import collections
-import contextlib
 import gc
 import hashlib
 import json
@@ -18,8 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import filelock
 import pytest
+
+from attention_kernels.ladder import compilers
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,13 @@ os.environ["GPT2_INFER_SERVER_S"] = "0"  # no process of a test outlives it
 
 gc.disable()  # while torch and transformers are imported: their objects live to the end
 
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "my_backend" / "src" / "my_backend"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_every_device = pytest.mark.parametrize("device", DEVICES)
+needs_compiler = pytest.mark.skipif(
+    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -139,20 +144,10 @@ def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(limits, device, float("inf"))
 
 
-@contextlib.contextmanager
-def shared_by_workers(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
-    """Lock a path of this run; the first worker of xdist to come finds that it does not exist."""
-    folder = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with filelock.FileLock(folder / f"{name}.lock"):
-        yield folder / name
-
-
 def version_file(name: str, text: str) -> Path:
     """Write a version file to a path that depends on its text alone: the next run has its build."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    file = Path(__file__).parents[1] / ".pytest_cache" / "kernels" / digest / name
+    file = ROOT / ".pytest_cache" / "kernels" / digest / name
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         scratch = file.with_suffix(f".{os.getpid()}")  # other workers may read it
@@ -198,7 +193,7 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         folder = tmp_path / "checkpoint"
         model.save_pretrained(folder)
         if tokenizer:
-            demo = Path(__file__).parents[1] / "gpt2_infer" / "demo_model"
+            demo = ROOT / "gpt2_infer" / "demo_model"
             for file in ("vocab.json", "merges.txt", "tokenizer_config.json"):
                 (folder / file).write_bytes((demo / file).read_bytes())
             if config.vocab_size < 8192:  # single characters, and the token for all others
@@ -269,16 +264,3 @@ def browser() -> Iterator[Any]:
         browser = start(executable_path=program, args=["--no-sandbox"], timeout=120_000)
         yield browser
         browser.close()
-
-
-@pytest.fixture
-def violations() -> Callable[..., list[str]]:
-    """violations(page, options): what axe finds on a page that excludes readers."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-
-    def violations(page: Any, options: dict[str, Any] | None = None) -> list[str]:
-        found = axe.run(page, options=options).response["violations"]
-        serious = [one for one in found if one["impact"] in ("serious", "critical")]
-        return [node["failureSummary"] for one in serious for node in one["nodes"]]
-
-    return violations

@@ -14,8 +14,8 @@ import pytest
 
 from attention_kernels.ladder import compilers, header
 from gpt2_infer.cli import COMMANDS, parse
+from tests.conftest import ROOT, needs_compiler
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     file.relative_to(ROOT)
     for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "results/*.md")
@@ -37,10 +37,9 @@ def test_how_to_add_a_backend_works_as_written(clean_registry):
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_how_to_add_a_version_works_as_written(tmp_path):
     """Runs in a copy of the repository, without the commands that need a GPU or minutes."""
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
     section = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     section = section.split("## How to add a version")[1].split("\n## ")[0]
     assert len([line for line in section.splitlines() if line.strip()]) <= 15
@@ -62,9 +61,8 @@ def test_how_to_add_a_version_works_as_written(tmp_path):
             module = ["-m", "gpt2_infer"] if program == "gpt2-infer" else []
             command = [sys.executable, *module, *words]
             subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-    assert f"#### `CUSTOM_CUDA_VERSION_{number + 1}`" in (
-        tmp_path / "docs" / "ladder-cuda-cores.md"
-    ).read_text("utf-8")
+    page = (tmp_path / "docs" / "ladder-cuda-cores.md").read_text("utf-8")
+    assert f"#### `CUSTOM_CUDA_VERSION_{number + 1}`" in page
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
@@ -79,10 +77,8 @@ def test_documented_commands_and_options_are_real(document):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_documented(command):
     text = (ROOT / "docs" / "cli.md").read_text("utf-8")
-    assert {*re.findall(r"--[a-z-]+", str(parse([command, "--help"])))} <= {
-        "--help",
-        *re.findall(r"--[a-z-]+", text),
-    }
+    documented = {"--help", *re.findall(r"--[a-z-]+", text)}
+    assert {*re.findall(r"--[a-z-]+", str(parse([command, "--help"])))} <= documented
 
 
 @pytest.mark.slow

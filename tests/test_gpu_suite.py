@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import read
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[1]
 LAST_RUN = ROOT / "results" / "gpu_tests.json"
 
 

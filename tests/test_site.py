@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from tests.conftest import shared_by_workers
+from tests.conftest import ROOT
 
 pytest.importorskip("material", reason="needs the extra [site]")
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(tmp_path_factory):
     """The built site, which the workers of xdist share; a broken link fails the build."""
-    with shared_by_workers(tmp_path_factory, "site") as folder:
-        if not folder.exists():
-            script = [sys.executable, "scripts/make_site.py", "--out", folder]
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with FileLock(folder / "site.lock"):
+        if not (folder / "site").exists():
+            script = [sys.executable, "scripts/make_site.py", "--out", folder / "site"]
             subprocess.run(script, cwd=ROOT, check=True)
-    return folder
+    return folder / "site"
 
 
 def test_every_document_has_a_page(site):

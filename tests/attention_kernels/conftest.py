@@ -13,9 +13,6 @@ import torch
 from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.op import load_op
 
-needs_compiler = pytest.mark.skipif(
-    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
-)
 # Of the negative controls. The build that checks for races reports every fault.
 BUILDS = ["races", pytest.param("", marks=pytest.mark.slow)]
 PROBE = Path(__file__).parent / "probe" / "emulator.cpp"
@@ -55,8 +52,8 @@ def faulty_op(file: Path, build: str) -> Callable[..., None]:
     return load_op(version, "cpu", f"the kernel {file.name}")
 
 
-def probe_line(marker: str) -> str:
-    """Return the file and line of emulator.cpp that end with a marker, as a message has them."""
-    lines = PROBE.read_text().splitlines()
+def place_of(marker: str | int, file: Path = PROBE) -> str:
+    """Return the file and line that end with a marker, as a message has them."""
+    lines = file.read_text("utf-8").splitlines()
     (number,) = (n for n, line in enumerate(lines, 1) if line.endswith(f"// {marker}"))
-    return f"{PROBE.name}:{number}"
+    return f"{file.name}:{number}"

@@ -14,8 +14,8 @@ import torch
 from attention_kernels import UnavailableBackendError, get_backend, ladder
 from attention_kernels.inspection.sanitize import sanitize
 from tests.attention_kernels.backends.common import changed
-from tests.attention_kernels.conftest import needs_compiler, probe_line
-from tests.conftest import version_file
+from tests.attention_kernels.conftest import place_of
+from tests.conftest import needs_compiler, version_file
 
 NEGATIVE = Path(__file__).parent / "negative"
 FILE = NEGATIVE / "v04_faults.cu"
@@ -49,12 +49,6 @@ def launch(spec, fault):
     return spec.attention(x, x, x)
 
 
-def place_of(fault):
-    lines = SOURCE.splitlines()
-    (number,) = (n for n, line in enumerate(lines, 1) if line.endswith(f"// {fault}"))
-    return f"v04_faults.cu:{number}"
-
-
 def runs_right(spec):
     return bool((launch(spec, RIGHT) == 1).all())
 
@@ -66,7 +60,7 @@ def test_an_endless_block_ends_in_its_time(spec, fault, threads, monkeypatch):
         launch(spec, fault)
     message = str(caught.value)
     assert "cudaErrorLaunchTimeout: the launch timed out and was terminated" in message
-    assert place_of(fault) in message
+    assert place_of(fault, FILE) in message
     assert re.search(BLOCK, message)
     monkeypatch.delenv("ATTENTION_EMULATOR_TIMEOUT")
     assert runs_right(spec)
@@ -134,7 +128,7 @@ def test_a_fault_is_reported_with_block_thread_and_line(spec, fault, what, threa
     with pytest.raises(RuntimeError) as caught:
         launch(spec, fault)
     message = str(caught.value).replace("'float4'", "'struct float4'")
-    assert (what.format(place_of(fault)) if "{}" in what else what) in message
+    assert (what.format(place_of(fault, FILE)) if "{}" in what else what) in message
     assert re.search(BLOCK, message) or fault == EXIT_OF_THE_HOST
     assert runs_right(spec)
 
@@ -143,7 +137,7 @@ def test_printf_output_is_shown_with_block_thread_and_line(spec, capfd):
     launch(spec, PRINTS)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 4 * PRINTS
-    assert f"block (3, 0, 0) thread (33, 0, 0) {place_of(PRINTS)}: 7 of 8" in lines
+    assert f"block (3, 0, 0) thread (33, 0, 0) {place_of(PRINTS, FILE)}: 7 of 8" in lines
 
 
 def test_subnormal_numbers_are_flushed_where_nvcc_would_flush_them(spec):
@@ -202,7 +196,7 @@ def test_a_race_between_blocks_shows_in_another_order_of_blocks(spec, monkeypatc
 def test_the_sanitizer_names_the_line():
     file = version_file(FILE.name, SOURCE.replace("params.seqlen);", f"{ABOVE});"))
     (found,) = sanitize([str(file)], "cpu")
-    assert f"AddressSanitizer: use-after-poison at {place_of(ABOVE)}" in found
+    assert f"AddressSanitizer: use-after-poison at {place_of(ABOVE, FILE)}" in found
 
 
 @pytest.mark.parametrize(
@@ -219,33 +213,51 @@ def test_unsupported_features_are_compile_errors(statement, told):
         spec.prepare("cpu")
 
 
-# Blocks and asynchronous copies
+# Blocks, asynchronous copies and products of matrices
+
+
+CALLS = {
+    "block": lambda fault: ("run_reverse", fault, 256, torch.zeros(2, 64)),
+    "copy": lambda fault: ("run_copy", fault, torch.zeros(32), torch.zeros(48)),
+    "mma": lambda fault: ("run_fail", fault, 32, torch.ones(512).half(), torch.zeros(256)),
+    "half a warp": lambda fault: ("run_fail", fault, 16, torch.ones(512).half(), torch.zeros(256)),
+}
 
 
 @pytest.mark.parametrize(
-    ("fault", "words", "markers"),
+    ("call", "fault", "words", "markers"),
     [
-        (0, "", []),
-        (1, "divergence: this thread waits in __syncthreads()", ["ONE BARRIER", "BARRIER"]),
-        (2, "the mask does not name the caller", ["NOT NAMED"]),
-        (3, "divergence: this thread waits in __syncwarp()", ["MASKS"]),
-        (4, "illegal access to byte 256 of 256 bytes of dynamic shared memory", []),
-        (5, "a thread wrote to byte -4 of 256 bytes of dynamic shared memory", []),
-        (6, "cudaErrorIllegalAddress: illegal memory access (address 0x", []),
-        (7, "a thread's stack overflowed", []),
+        ("block", 0, "", []),
+        ("block", 1, "divergence: this thread waits in __syncthreads(", ["ONE BARRIER", "BARRIER"]),
+        ("block", 2, "the mask does not name the caller", ["NOT NAMED"]),
+        ("block", 3, "divergence: this thread waits in __syncwarp()", ["MASKS"]),
+        ("block", 4, "illegal access to byte 256 of 256 bytes of dynamic shared memory", []),
+        ("block", 5, "a thread wrote to byte -4 of 256 bytes of dynamic shared memory", []),
+        ("block", 6, "cudaErrorIllegalAddress: illegal memory access (address 0x", []),
+        ("block", 7, "a thread's stack overflowed", []),
+        ("copy", 3, "__pipeline_memcpy_async() at {}: 4, 8 or 16 bytes can be copied", ["SIZE"]),
+        ("copy", 4, "_async() at {}: an address is not a multiple of the size", ["ADDRESS"]),
+        ("copy", 5, "_async() at {}: the destination is not in shared memory", ["NOT SHARED"]),
+        ("mma", 0, "", []),
+        ("half a warp", 0, "the warp has fewer than 32 threads", []),
+        ("mma", 1, "waits for lanes that never arrive: thread (16, 0, 0) has returned", ["LOAD"]),
+        ("mma", 2, "divergence: this thread waits in mma_sync() at", ["ONE PLACE", "MMA"]),
+        ("mma", 3, "divergence: this thread waits in ", ["SYNCWARP", "MMA"]),
+        ("mma", 4, "cudaErrorMisalignedAddress: load_matrix_sync() at", ["MISALIGNED"]),
+        ("mma", 5, "leading dimension is not a multiple of 8 halfs", ["LEADING DIMENSION"]),
+        ("mma", 6, "the lanes' arguments differ", ["ARGUMENTS"]),
+        ("mma", 7, "another thread writes to the matrix at the same time", []),
+        ("mma", 8, "another thread writes to the matrix at the same time", ["LOAD"]),
+        ("mma", 10, "an element and its duplicate differ", []),
     ],
 )
-@pytest.mark.parametrize("order", ["", "shuffle:1"])
-def test_a_wrong_block_is_reported(probe, fault, words, markers, order, monkeypatch):
+@pytest.mark.parametrize("order", ["", "reverse", "shuffle:1"])
+def test_wrong_use_is_reported(probe, call, fault, words, markers, order, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
-    d = torch.zeros(2, 64)
-    message = probe("run_reverse", fault, 256, d)
-    assert words in message
+    message = probe(*CALLS[call](fault))
     assert bool(message) == bool(words)
-    for marker in markers:
-        assert probe_line(marker) in message
-    if not words:
-        assert torch.equal(d, torch.arange(63.0, -1, -1).expand(2, 64))
+    assert words.format(*map(place_of, markers)) in message
+    assert all(place_of(marker) in message for marker in markers)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +275,7 @@ def test_shared_memory_of_both_kinds_counts(probe, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ARCH", "75")
     d = torch.zeros(2, 64)
     assert probe("run_reverse", 0, 65536 - 256, d) == ""
+    assert torch.equal(d, torch.arange(63.0, -1, -1).expand(2, 64))
     message = probe("run_reverse", 0, 65536 - 252, d)
     assert "65284 bytes of dynamic and at least 256 of static shared memory are more" in message
     assert "65540 bytes of dynamic shared memory are more" in probe("run_reverse", 0, 65540, d)
@@ -279,16 +292,3 @@ def test_copies_arrive_when_they_are_waited_for(probe):
         last[:, 2:] = 0  # the copy was to fill the last 8 of 16 bytes with zeros
         assert torch.equal(to[32:], last.flatten())
         data = torch.arange(32.0)
-
-
-@pytest.mark.parametrize(
-    ("fault", "words", "marker"),
-    [
-        (3, "4, 8 or 16 bytes can be copied", "SIZE"),
-        (4, "an address is not a multiple of the size", "ADDRESS"),
-        (5, "the destination is not in shared memory", "NOT SHARED"),
-    ],
-)
-def test_a_wrong_copy_is_reported(probe, fault, words, marker):
-    message = probe("run_copy", fault, torch.zeros(32), torch.zeros(48))
-    assert f"__pipeline_memcpy_async() at {probe_line(marker)}: {words}" in message

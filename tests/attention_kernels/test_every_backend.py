@@ -43,18 +43,6 @@ def each(
     return pytest.mark.parametrize(("spec", "dtype", "device"), found)
 
 
-def attends(spec: BackendSpec) -> bool:
-    return spec.family != "decode"
-
-
-def is_ours(spec: BackendSpec) -> bool:
-    return spec.family != "pytorch"
-
-
-def is_kernel(spec: BackendSpec) -> bool:
-    return spec.version is not None or spec.family == "triton"
-
-
 def usable_head_dims(spec: BackendSpec, dtype: torch.dtype, device: str) -> list[int]:
     """Return the head_dims to test; skip the test if the backend cannot run or refuses all."""
     if reason := spec.unavailable_reason(device):
@@ -93,7 +81,7 @@ def test_conformance(spec, dtype, device):
 
 
 @one_tile
-@each(lambda spec: attends(spec) and is_ours(spec))
+@each(lambda spec: spec.family not in ("decode", "pytorch"))
 def test_a_future_of_any_size_changes_nothing(spec, dtype, device):
     """Later values choose no scale for earlier rows, and 0 times an overflow stays out of them."""
     head_dim = min(usable_head_dims(spec, dtype, device), key=lambda known: abs(known - 64))
@@ -167,19 +155,19 @@ def test_torch_compile_fullgraph(spec, dtype, device):
 
 # On a GPU
 
-each_kernel_on_a_gpu = each(is_kernel, devices=("cuda",))
+each_kernel_on_a_gpu = each(
+    lambda spec: spec.version is not None or spec.family == "triton", devices=("cuda",)
+)
 
 
-def gpu_inputs(spec: BackendSpec, dtype: torch.dtype, seed: int = 0, device: str = "cuda"):
+def gpu_inputs(spec: BackendSpec, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Return the inputs of a call; those of decode have other lengths for each seed."""
-    if attends(spec):
-        usable_head_dims(spec, dtype, "cuda")
-        return Case(200, usual_head_dim(spec.head_dims), dtype=dtype, seed=seed).inputs(device)
-    if reason := spec.unavailable_reason("cuda"):
-        pytest.skip(reason)
+    usable_head_dims(spec, dtype, "cuda")
+    if spec.has_attention():
+        return Case(200, usual_head_dim(spec.head_dims), dtype=dtype, seed=seed).inputs("cuda")
     lengths = (EDGES, EDGES[::-1], (1,) * len(EDGES), (257,) * len(EDGES))[seed]
     case = DecodeCase(64, dtype, seed, lengths=lengths, max_seqlen=max(EDGES), num_heads=12)
-    return case.inputs(device)
+    return case.inputs("cuda")
 
 
 @one_tile

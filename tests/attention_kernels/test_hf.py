@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -25,17 +24,11 @@ from transformers import (
     StaticCache,
 )
 
-from attention_kernels import (
-    BackendSpec,
-    UnsupportedError,
-    hf,
-    register,
-)
+from attention_kernels import BackendSpec, UnsupportedError, hf, register
 from attention_kernels.contract import Kernels
 from attention_kernels.judge.truth import naive_attention
-from tests.conftest import DEVICES, usable
+from tests.conftest import DEVICES, ROOT, usable
 
-ROOT = Path(__file__).parents[2]
 LADDER, FLASH = "CUSTOM_CUDA_VERSION_15", "PYTORCH_SDPA_FLASH_ATTENTION"
 VOCABULARY, STEPS = 97, 3
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 64, "vocab_size": VOCABULARY}
@@ -163,21 +156,13 @@ def test_a_default_or_named_backend_decodes(calls, caplog):
         greedy(new_model("gpt2", "NAIVE_PYTORCH"), prompt())
 
 
-def attend(name, q, k, v, attention_mask=None):
-    """Call a backend as a layer of a model does; return o, (batch, seqlen, num_heads, head_dim)."""
-    lengths = {"q_length": q.shape[2], "kv_length": k.shape[2]}
-    offset = k.shape[2] - q.shape[2]
-    mask = AttentionMaskInterface()[name](
-        batch_size=len(q), q_offset=offset, attention_mask=attention_mask, **lengths
-    )
-    return AttentionInterface()[name](torch.nn.Identity(), q, k, v, mask)[0]
-
-
 def test_a_padded_batch_is_computed_on_views_of_its_tokens(calls):
     qkv = torch.randn(3, 4, 2, 7, 32)
     mask = torch.ones(4, 7, dtype=torch.bool)
     mask[:2, :3] = mask[2, :1] = False
-    o = attend("NAIVE_PYTORCH", *qkv, mask)
+    sizes = {"batch_size": 4, "q_offset": 0, "q_length": 7, "kv_length": 7}
+    given = AttentionMaskInterface()["NAIVE_PYTORCH"](attention_mask=mask, **sizes)
+    o, _ = AttentionInterface()["NAIVE_PYTORCH"](torch.nn.Identity(), *qkv, given)
     shapes = [(2, 4, 2, 32), (1, 6, 2, 32), (1, 7, 2, 32)]
     assert [q.shape for *_, q, _, _ in calls] == shapes
     memory = qkv.untyped_storage().data_ptr()
@@ -334,6 +319,7 @@ def computes_itself(model):
 DENSE = torch.ones(2, 1, 7, 7)
 SPECIAL = "a sliding window shorter than the text, packed sequences or another special mask"
 WEIGHTS = "output_attentions (the weights are never stored)"
+HALF = 'dtype float16 (it takes float32); load the model with dtype="float32"'
 READ = "the model reads the mask, so it computes attention itself or changes the mask"
 
 
@@ -349,11 +335,7 @@ READ = "the model reads the mask, so it computes attention itself or changes the
         ("gpt2", lambda m: m(prompt(), output_attentions=True), WEIGHTS),
         ("gpt2", lambda m: m(prompt(), labels=prompt()).loss.backward(), "a backward pass"),
         ("gpt2", lambda m: m.train()(prompt()), "dropout of 0.1 (model.eval() switches it off)"),
-        (
-            "qwen",
-            lambda m: m.half()(prompt()),
-            'dtype float16 (it takes float32); load the model with dtype="float32"',
-        ),
+        ("qwen", lambda m: m.half()(prompt()), HALF),
         ("bloom", computes_itself, READ),
     ],
 )

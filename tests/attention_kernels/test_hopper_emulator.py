@@ -13,8 +13,7 @@ import torch
 
 from attention_kernels.ladder import header
 from attention_kernels.ladder.op import load_op
-from tests.attention_kernels.conftest import needs_compiler
-from tests.conftest import on_every_device
+from tests.conftest import needs_compiler, on_every_device
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
 GOLDEN = FILE.with_name("hopper_products.json")  # SHA-256 of sums, of the GPU too
@@ -49,8 +48,12 @@ def power_of_two(exponents):
     return ((exponents + 127) << 23).int().view(torch.float32)
 
 
-def operands(dtype, name, columns, products):
-    """Return A, B and the initial sums for a kind of numbers, the same on every machine."""
+def operands(dtype, name, products, rows=64, columns=64, depth=64):
+    """Return A, B and the initial sums for a kind of numbers, the same on every machine.
+
+    Their shapes are (products, rows, depth), (products, depth, columns) and (products, rows,
+    columns).
+    """
     g = torch.Generator().manual_seed(1)
 
     def numbers(*shape, bits):
@@ -60,15 +63,17 @@ def operands(dtype, name, columns, products):
     def spread(x, bits):
         return x * power_of_two(torch.randint(-bits, bits + 1, x.shape, generator=g))
 
-    a, b = numbers(64, 64, bits=11), numbers(64, columns, bits=11)
-    c = numbers(64, columns, bits=24)
+    bits = 24 if dtype == torch.float32 else 11
+    a, b = numbers(rows, depth, bits=bits), numbers(depth, columns, bits=bits)
+    c = numbers(rows, columns, bits=24)
     if name == "spread":
         bits = 5 if dtype == HALF else 12
         a, b, c = spread(a, bits), spread(b, bits), spread(c, 2 * bits)
     if name == "cancelling":  # sums near 0, where the bits that are cut off show
-        for half in range(0, 64, 16):
-            a[:, :, half + 8 : half + 16] = a[:, :, half : half + 8]
-            b[:, half + 8 : half + 16] = -b[:, half : half + 8]
+        half = min(depth, 16) // 2  # of what one instruction adds
+        for at in range(0, depth, 2 * half):
+            a[:, :, at + half : at + 2 * half] = a[:, :, at : at + half]
+            b[:, at + half : at + 2 * half] = -b[:, at : at + half]
         a, b, c = spread(a, 3), spread(b, 3), c * 2**-10
     if name == "large sums":
         c = spread(c * 2**16, 12)
@@ -96,7 +101,7 @@ def multiply(a, b, c, device, transposed, registers):
 @pytest.mark.parametrize("columns", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
 def test_products_are_right(dtype, columns):
-    a, b, c = operands(dtype, "normal", columns, 1)
+    a, b, c = operands(dtype, "normal", 1, columns=columns)
     row, column = layout(columns)
     exact = (c.double() + a.double() @ b.double())[:, row, column]
     for transposed, registers in itertools.product((False, True), repeat=2):
@@ -112,7 +117,7 @@ def test_products_are_right(dtype, columns):
 def test_a_product_gives_the_committed_bits(dtype, name, transposed, registers, device):
     if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    sums = multiply(*operands(dtype, name, 64, 2), device, transposed, registers)
+    sums = multiply(*operands(dtype, name, 2), device, transposed, registers)
     digest = hashlib.sha256(sums.numpy().tobytes()).hexdigest()
     assert digest == json.loads(GOLDEN.read_text("utf-8"))[f"{dtype} {name}"]
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_kernels.conftest import BUILDS, faulty_op, needs_compiler
+from tests.attention_kernels.conftest import BUILDS, faulty_op
+from tests.conftest import needs_compiler
 
 NEGATIVE = Path(__file__).parent / "negative"
 WRONG = "the output is wrong"  # instead of a message
@@ -166,11 +167,7 @@ def faults() -> Iterator[tuple[str, int, str]]:
                 yield name, fault, order
 
 
-@pytest.fixture(scope="module", params=BUILDS)
-def build(request):
-    return request.param
-
-
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(("name", "fault", "order"), [*faults()])
 def test_only_a_fault_is_reported_or_changes_the_output(name, fault, order, build, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)

@@ -14,8 +14,7 @@ from attention_kernels.judge.suite import race_checks, run_check, verify
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import EMULATED, NEWEST
-from tests.attention_kernels.conftest import needs_compiler
-from tests.conftest import usable
+from tests.conftest import needs_compiler, usable
 
 FILE = Path(__file__).parent / "negative" / "v06_races.cu"
 LINES = FILE.read_text("utf-8").splitlines()

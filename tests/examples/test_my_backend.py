@@ -17,12 +17,9 @@ from attention_kernels.judge.suite import Case, DecodeCase, run_case
 from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, generate
 from gpt2_infer.bench.record import read
-from tests.conftest import DEVICES
+from tests.conftest import DEVICES, EXAMPLE, ROOT, needs_compiler
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "my_backend"
-README = (EXAMPLE / "README.md").read_text("utf-8")
-SOURCE = EXAMPLE / "src" / "my_backend"
+PACKAGE = ROOT / "examples" / "my_backend"
 NAMES = ["MY_PYTORCH", "MY_CUDA_VERSION_1"]
 DECODER = "MY_DECODE_VERSION_1"
 PROMPT = "Once upon a time there was a"
@@ -51,13 +48,14 @@ def install(source: Path, site: Path) -> None:
 def test_its_kernels_are_right(device, file, case):
     if reason := compilers.missing_compiler("cuda" if device == "cuda" else "emulator"):
         pytest.skip(reason)
-    assert run_case(ladder.resolve(str(SOURCE / file)), case, device).passed
+    assert run_case(ladder.resolve(str(EXAMPLE / file)), case, device).passed
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not compilers.find_gxx(), reason="needs a C++ compiler")
+@needs_compiler
 def test_it_and_a_renamed_copy_are_installed_listed_run_and_compared(tmp_path):
-    *rename, pip = re.search(r"```\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    readme = (PACKAGE / "README.md").read_text("utf-8")
+    *rename, pip = re.search(r"```\n(.*?)```", readme, re.DOTALL)[1].splitlines()
     assert pip.startswith("pip install ")
     environment = {**os.environ, "HOME": str(tmp_path)}
     subprocess.run(["bash", "-ec", "\n".join(rename)], cwd=ROOT, env=environment, check=True)
@@ -66,7 +64,7 @@ def test_it_and_a_renamed_copy_are_installed_listed_run_and_compared(tmp_path):
         assert not re.search(r"my.backend|\bMY_|mine", file.read_text("utf-8")), file
     site = tmp_path / "site"
     install(tmp_path / "fast_rows", site)
-    install(shutil.copytree(EXAMPLE, tmp_path / "source"), site)
+    install(shutil.copytree(PACKAGE, tmp_path / "source"), site)
     path = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 

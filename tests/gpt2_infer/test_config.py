@@ -50,13 +50,8 @@ def test_every_field_that_transformers_reads_is_known():
 def test_every_setting_of_transformers_logits_processors_is_known():
     from transformers import GenerationMixin
 
-    source = "".join(
-        inspect.getsource(method)
-        for method in (
-            GenerationMixin._get_logits_processor,
-            GenerationMixin._get_stopping_criteria,
-        )
-    )
+    methods = GenerationMixin._get_logits_processor, GenerationMixin._get_stopping_criteria
+    source = "".join(map(inspect.getsource, methods))
     read = {*re.findall(r"\bgeneration_config\.([a-z]\w+)", source)}
     options = {"do_sample", "temperature", "top_k", "top_p", "max_length", "use_cache"}
     unneeded = {"remove_invalid_values", "renormalize_logits"}

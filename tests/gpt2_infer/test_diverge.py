@@ -6,19 +6,17 @@ import itertools
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from attention_kernels import get_backend, ladder, list_backends
 from attention_kernels.judge.truth import naive_attention, truth
-from attention_kernels.ladder import compilers
 from gpt2_infer import GPT2, RequestError, generate
 from gpt2_infer.cli import DEFAULT_PROMPT
 from gpt2_infer.diverge import diverge, examine
-from tests.conftest import DEVICES, rewrite, usable
-from tests.gpt2_infer.bench import common
+from tests.conftest import DEVICES, ROOT, needs_compiler, rewrite, usable
+from tests.gpt2_infer.bench.common import add, tie
 from tests.gpt2_infer.cli.program import run
 
 PROMPT = "Once upon a time there was a"  # 7 tokens: the first steps run at seqlen 16
@@ -26,16 +24,6 @@ PLAIN = "NAIVE_PYTORCH"
 DTYPES = {"float32", "float16", "bfloat16"}
 LAYERS, TOKENS = 6, 16  # layers of the demo model; enough new tokens for seqlen 32
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", str(TOKENS), "--prompt", PROMPT]
-
-
-@pytest.fixture
-def add(clean_registry):
-    """add(name, kernel, precision): register a backend for the duration of a test."""
-
-    def add(name, kernel, precision="ieee-fp32"):
-        return common.add(name, kernel, precisions={"float32": precision}).name
-
-    return add
 
 
 def changed(change):
@@ -66,7 +54,7 @@ def test_equal_texts_are_examined_too(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_step_layer_head_and_row_of_a_wrong_kernel_are_named(device, add):
+def test_step_layer_head_and_row_of_a_wrong_kernel_are_named(device, clean_registry):
     model = GPT2.from_pretrained("demo", device=device)
 
     def past_a_length(o, _):
@@ -89,7 +77,7 @@ def test_step_layer_head_and_row_of_a_wrong_kernel_are_named(device, add):
     assert compare(model, PLAIN, wrong).verdict == "bug in B"
 
 
-def test_nan_is_a_bug_of_one_layer_and_the_json_stays_json(add, capsys):
+def test_nan_is_a_bug_of_one_layer_and_the_json_stays_json(capsys, clean_registry):
     def nan(o, call):
         if call % LAYERS == 3:
             o[:, 4, 2, 5] = torch.nan
@@ -107,7 +95,7 @@ def test_nan_is_a_bug_of_one_layer_and_the_json_stays_json(add, capsys):
     assert value["a"]["faults"] == []
 
 
-def test_equal_texts_clear_no_backend(add, demo):
+def test_equal_texts_clear_no_backend(demo, clean_registry):
     def slightly(o, _):
         o[:, 5, 3] += 1e-3
 
@@ -116,7 +104,7 @@ def test_equal_texts_clear_no_backend(add, demo):
     assert "attention first exceeds its budget in layer 0, head 3, row 5: error 1.0" in str(result)
 
 
-def test_a_kernel_that_overwrites_its_inputs_is_the_one_to_blame(demo, add):
+def test_a_kernel_that_overwrites_its_inputs_is_the_one_to_blame(demo, clean_registry):
     """The result must be neither a tie, as if both had read the new input, nor the other's bug."""
 
     def zeroes_v(q, k, v, softmax_scale, is_causal):
@@ -137,7 +125,7 @@ def test_a_kernel_that_overwrites_its_inputs_is_the_one_to_blame(demo, add):
     assert str(compare(demo, zeroes, rounds)).endswith("\nbug in both: ZEROES and ROUNDS")
 
 
-def test_a_wrong_token_is_a_bug_even_where_each_layer_is_right_when_run_again(demo, add):
+def test_a_wrong_token_is_a_bug_even_where_each_layer_is_right_when_run_again(demo, clean_registry):
     def at_first(o, call):
         if call < 3 * LAYERS:  # during the warm-up and two steps
             o.neg_()
@@ -151,24 +139,24 @@ def test_a_wrong_token_is_a_bug_even_where_each_layer_is_right_when_run_again(de
 
 
 @pytest.mark.parametrize(("precision", "verdict"), [("3xtf32", "equal"), ("ieee-fp32", "bug in A")])
-def test_the_budget_is_the_precision_classs(demo, add, precision, verdict):
+def test_the_budget_is_the_precision_classs(demo, clean_registry, precision, verdict):
     def four_times_as_far_off(q, k, v, softmax_scale, is_causal):
         reference = truth(q, k, v, softmax_scale, is_causal).reference
         naive = naive_attention(q, k, v, softmax_scale, is_causal).double()
         return (reference + 4 * (naive - reference)).float()
 
-    coarse = add("COARSE", four_times_as_far_off, precision)
+    coarse = add("COARSE", four_times_as_far_off, precisions={"float32": precision})
     result = compare(demo, coarse, PLAIN, max_new_tokens=2)
     assert result.verdict == verdict
     assert result.a.allowed > result.b.allowed or precision == "ieee-fp32"
 
 
-def test_two_logits_that_rounding_puts_in_either_order_are_a_tie(add, save_checkpoint):
+def test_two_logits_that_rounding_puts_in_either_order_are_a_tie(save_checkpoint, clean_registry):
     def two_ulps(o, _):
         o *= 1 + 2**-22  # within every budget: each includes 4 ulps
 
     other, prompt = add("OTHER_ROUNDING", changed(two_ulps)), list(range(100, 116))
-    model = common.tie(save_checkpoint, PLAIN, other, prompt)
+    model = tie(save_checkpoint, PLAIN, other, prompt)
     result = diverge(model, PLAIN, other, prompt, max_new_tokens=3)
     assert (result.verdict, result.passed, result.step) == ("tie", True, 0)
     assert (result.a.token, result.b.token) == (7, 11)
@@ -200,13 +188,9 @@ def test_a_model_without_finite_numbers_gives_no_verdict(name, save_checkpoint):
         compare(GPT2.from_pretrained(str(folder), device="cpu"), name, name, max_new_tokens=2)
 
 
-ROOT = Path(__file__).parents[2]
-
-
 @pytest.mark.slow
+@needs_compiler
 def test_the_readmes_example_finds_the_kernel_that_the_readme_breaks(tmp_path, demo):
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
     readme = (ROOT / "README.md").read_text("utf-8")
     copied = re.search(r"cp (\S+) v01_mine\.cu", readme)[1]
     right, wrong = re.search(r"change\s+`([^`]+)` to `([^`]+)`", readme).groups()

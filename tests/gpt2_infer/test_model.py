@@ -9,10 +9,10 @@ from attention_kernels import UnsupportedError, get_backend
 from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2, ConfigError, GPT2Config, RequestError, generate
 from gpt2_infer.model import KVCache
-from tests.gpt2_infer.bench.common import add
+from tests.gpt2_infer.bench.common import TWO, add
 
 ACTIVATIONS = ["gelu_new", "gelu", "relu", "silu", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu"]
-BACKENDS = ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
+BACKENDS = (*TWO, "PYTORCH_SDPA_FLASH_ATTENTION")
 SEEDS = range(len(ACTIVATIONS) * len(BACKENDS))  # every pair of activation and backend
 
 

@@ -11,15 +11,6 @@ from gpt2_infer import RequestError, Sampling
 logit_rows = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=40)
 
 
-def transformers_probabilities(logits, temperature, top_k, top_p):
-    scores = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    return scores.softmax(-1)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     row=logit_rows,
@@ -30,7 +21,12 @@ def transformers_probabilities(logits, temperature, top_k, top_p):
 def test_the_distribution_equals_transformers(row, temperature, top_k, top_p):
     logits = torch.tensor([row])
     ours = Sampling(temperature, top_k, top_p).log_weights(logits).softmax(-1)
-    theirs = transformers_probabilities(logits, temperature, top_k, top_p)
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    theirs = scores.softmax(-1)
     assert torch.allclose(ours, theirs, atol=1e-6)
     assert torch.equal(ours > 0, theirs > 0)
 

@@ -10,8 +10,8 @@ pytest.importorskip("matplotlib")
 from gpt2_infer.bench import study
 from gpt2_infer.bench.show import charts
 from scripts import measure, plot_results
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = [file.name for file in sorted((ROOT / "scripts").glob("[a-z]*.py"))]
 
 

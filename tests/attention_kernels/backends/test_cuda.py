@@ -205,30 +205,28 @@ def test_the_alias_is_another_version_for_short_sequences_and_wide_heads(alias):
         assert torch.equal(compiled(q, q, q), alias.attention(q, q, q))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "seqlen", "versions"),  # by GPU
-    [
-        (torch.float32, 64, 256, "V15 V15 V36 V15 V15"),
-        (torch.float32, 64, None, "V17 V25 V36 V25 V25"),
-        (torch.float32, 128, 128, "V15 V15 V15 V15 V15"),
-        (torch.float32, 128, 256, "V15 V15 V34 V15 V15"),
-        (torch.float32, 128, None, "V15 V25 V34 V25 V25"),
-        (torch.float16, 64, 257, "W9 W9 H4 W9 W9"),
-        (torch.float16, 128, None, "W9 W9 H8 W9 W9"),
-        (torch.float16, 64, 256, "W9 W9 W9 W9 W9"),
-    ],
-)
-def test_the_alias_is_the_fastest_version_that_each_gpu_runs(
-    dtype, head_dim, seqlen, versions, alias, monkeypatch
-):
+CHOICES = {  # by dtype, head_dim and seqlen, for each GPU
+    (torch.float32, 64, 256): "V15 V15 V36 V15 V15",
+    (torch.float32, 64, None): "V17 V25 V36 V25 V25",
+    (torch.float32, 128, 128): "V15 V15 V15 V15 V15",
+    (torch.float32, 128, 256): "V15 V15 V34 V15 V15",
+    (torch.float32, 128, None): "V15 V25 V34 V25 V25",
+    (torch.float16, 64, 257): "W9 W9 H4 W9 W9",
+    (torch.float16, 128, None): "W9 W9 H8 W9 W9",
+    (torch.float16, 64, 256): "W9 W9 W9 W9 W9",
+}
+
+
+def test_the_alias_is_the_fastest_version_that_each_gpu_runs(alias, monkeypatch):
     zeros, capabilities = torch.zeros, [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **(k | {"device": "cpu"})))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
     monkeypatch.setattr(BackendSpec, "refusals", lambda *_: [])  # every version serves
     ladders = {"W": "WMMA_FLASH_ATTENTION_2", "H": "HOPPER", "V": "CUSTOM_CUDA"}
-    for i, version in enumerate(versions.split()):
-        chosen = get_backend("CUSTOM_CUDA").chosen(dtype, head_dim, f"cuda:{i}", seqlen)
-        assert chosen.name == f"{ladders[version[0]]}_VERSION_{version[1:]}"
+    for (dtype, head_dim, seqlen), versions in CHOICES.items():
+        for i, version in enumerate(versions.split()):
+            chosen = get_backend("CUSTOM_CUDA").chosen(dtype, head_dim, f"cuda:{i}", seqlen).name
+            assert chosen == f"{ladders[version[0]]}_VERSION_{version[1:]}", (head_dim, seqlen)
 
 
 def test_the_alias_skips_a_version_that_refuses_but_none_that_cannot_be_built(alias, monkeypatch):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from attention_kernels import ladder
 from attention_kernels.judge.cases import EDGES
 from attention_kernels.judge.suite import DecodeCase, run_case
-from attention_kernels.ladder import compilers
 from tests.attention_kernels.backends.common import for_each, fused
-from tests.conftest import on_every_device, usable
+from tests.conftest import EXAMPLE, needs_compiler, on_every_device, usable
 
-EXAMPLE = (
-    Path(__file__).parents[3] / "examples/my_backend/src/my_backend/decode/v01_warp_per_head.cu"
-)
 NAMES = [*ladder.versions("decode")]
 
 for_every_version = for_each(NAMES)
@@ -28,10 +22,9 @@ def ragged(head_dim: int, **fields) -> DecodeCase:
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_rows_that_no_grid_holds_are_launched_later():
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
-    spec = ladder.resolve(str(EXAMPLE))
+    spec = ladder.resolve(str(EXAMPLE / "decode" / "v01_warp_per_head.cu"))
     v = torch.randn(65537, 2, 1, 32)
     lengths = torch.randint(1, 3, (65537,), dtype=torch.int32)
     o = spec.decode(v[:, :1], torch.zeros_like(v), v, lengths)

@@ -7,17 +7,13 @@ import torch
 
 from attention_kernels import AttentionError, BackendSpec
 from attention_kernels.judge.suite import Case, run_case
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import header
 from tests.attention_kernels.backends.common import changed, spec_of
+from tests.conftest import needs_compiler
 
 FILES = header.version_files(header.CSRC / "hopper")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 
 def fault_of(spec: BackendSpec, softmax_scale: float | None = None) -> str:

@@ -17,10 +17,6 @@ from tests.conftest import usable
 NAMES = ["TRITON_FLASH_ATTENTION", "TRITON_FLASH_ATTENTION_TRANSPOSED_K"]
 MODULE = "attention_kernels.backends.triton.flash_attention"
 
-for_every_name = pytest.mark.parametrize(
-    "name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)]
-)
-
 
 @pytest.fixture
 def module(tmp_path, monkeypatch) -> ModuleType:
@@ -30,7 +26,7 @@ def module(tmp_path, monkeypatch) -> ModuleType:
     return importlib.import_module(MODULE)
 
 
-@for_every_name
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
 def test_every_shape_of_a_tile(name, module, monkeypatch):
     """Test the masks with tiles of keys that are narrower and wider than those of queries."""
     spec = usable(name, "cpu")

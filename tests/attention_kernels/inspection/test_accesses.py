@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -13,6 +12,7 @@ from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection.accesses import BY_LANE, Access, count_accesses, format_table
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
+from tests.conftest import ROOT
 
 PATTERNS = Path(__file__).with_name("v01_patterns.cu").read_text("utf-8")
 
@@ -57,10 +57,8 @@ def test_an_access_has_its_call_chain_its_width_and_the_address_of_each_lane(pat
     (called,) = patterns["called"]
     assert [LINES[n - 1].split()[0] for n in called.lines] == ["x", "return"]
     assert called.source.startswith("x += helper(smem, 32 * lane)")
-    widths = [
-        patterns[comment][0].bytes for comment in ("a column", "vectors", "pairs in a column")
-    ]
-    assert widths == [4, 16, 8]
+    widths = {"a column": 4, "vectors": 16, "pairs in a column": 8}
+    assert {comment: patterns[comment][0].bytes for comment in widths} == widths
     lanes = range(32)
     for comment, array, cost, offsets in (
         ("a column", "dynamic", 32, [128 * lane for lane in lanes]),
@@ -116,9 +114,8 @@ def test_copies_by_tma_and_products_are_counted():
     for comment, (size, requests, wavefronts, *sectors) in counts_in(file.name).items():
         accesses = found.pop(comment)
         kind = {"A and B": "wgmma", "B": "wgmma", "stored": "TMA store"}.get(comment, "TMA load")
-        assert {(a.kind, a.bytes, a.requests) for a in accesses.values()} == {
-            (kind, size, requests)
-        }
+        counted = {(a.kind, a.bytes, a.requests) for a in accesses.values()}
+        assert counted == {(kind, size, requests)}
         shared = accesses["shared"]
         assert (shared.wavefronts, shared.conflicts) == (wavefronts, 0), comment
         assert ("global" in accesses) == (kind != "wgmma")
@@ -129,34 +126,18 @@ def test_copies_by_tma_and_products_are_counted():
     assert {a.kind for rest in found.values() for a in rest.values()} <= {*BY_LANE}
 
 
-@functools.cache
-def counted(name):
-    """A version's accesses at the default case."""
-    list_backends()
-    return count_accesses(ladder.versions()[name])
-
-
-@pytest.mark.slow
-def test_the_readme_shows_what_is_counted():
-    readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
-    _, shown = readme.split("$ gpt2-infer accesses CUSTOM_CUDA_VERSION_1\n")
-    lines = shown.split("\n```")[0].splitlines()[1:]
-    rows = format_table(counted("CUSTOM_CUDA_VERSION_1"), width=100).splitlines()
-    assert {line for line in lines if line not in ("", "...")} <= {*rows}
-    assert any("32-way" in line for line in lines)
-
-
 @pytest.mark.slow
 def test_wavefronts_are_the_profilers():
     """Counts equal the profiler's on an H200 if nvcc leaves the loads or stores as they are."""
-    file = Path(__file__).parents[3] / "results" / "2026-11-22_h200_profile-fp32-128.json"
+    file = ROOT / "results" / "2026-11-22_h200_profile-fp32-128.json"
     rows = json.loads(file.read_text("utf-8"))["rows"]
     profile = {(row["contender"], row["metric"]): row["samples"] for row in rows}
+    list_backends()
     for number, kind, wavefronts in ((14, "load", 15_552), (11, "store", 3_840)):
         name = f"CUSTOM_CUDA_VERSION_{number}"
         assert profile[name, f"shared_{kind}_wavefronts"] == [wavefronts]
-        found = [a for a in counted(name) if a.kind == kind]
-        assert sum(a.wavefronts for a in found) == wavefronts
+        found = count_accesses(ladder.versions()[name])
+        assert sum(a.wavefronts for a in found if a.kind == kind) == wavefronts
 
 
 LAUNCH = "cudaError_t launch(const Params& params, cudaStream_t stream) {\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,7 @@ from attention_kernels import ladder
 from attention_kernels.ladder import header
 from attention_kernels.ladder.header import HeaderError
 from tests.attention_kernels.ladder.conftest import HEADER
-
-ROOT = Path(__file__).parents[3]
+from tests.conftest import ROOT
 
 
 def test_a_shipped_file_says_everything():
@@ -88,10 +86,7 @@ def test_a_header_is_read_field_by_field(read):
         ("Error:  5x: much", "Error must look like"),
         ("Needs:  sm_99999", "Needs must look like"),
         ("Precision: best", "Precision is for versions of float32"),
-        (
-            "Takes:  float16\n// Precision: 3xtf32",
-            "Precision is for versions of float32",
-        ),
+        ("Takes:  float16\n// Precision: 3xtf32", "Precision is for versions of float32"),
         ("Role:   train", "Role must be attention, decode or struct, not 'train'"),
         ("Role:   decode", "a decode kernel reads the cache in place"),
         ("Layout: any", "Layout must be contiguous or strided, not 'contiguous any'"),

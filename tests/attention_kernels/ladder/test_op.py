@@ -23,11 +23,11 @@ from attention_kernels import (
 from attention_kernels.judge.suite import Case, run_case
 from attention_kernels.ladder import build, compilers, header, op
 from tests.attention_kernels.ladder.conftest import HEADER
+from tests.conftest import EXAMPLE, ROOT, needs_compiler
 
-ROOT = Path(__file__).parents[3]
-DECODER = ROOT / "examples" / "my_backend" / "src" / "my_backend" / "decode"
+DECODER = EXAMPLE / "decode"
 
-pytestmark = pytest.mark.skipif(not compilers.find_gxx(), reason="needs a C++ compiler")
+pytestmark = needs_compiler
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from gpt2_infer.bench.show.figures import main_rows
 from tests.conftest import rewrite
 
 PROMPT = "Once upon a time"
+CARD = {"name": "A card", "compute_capability": "9.0", "multiprocessors": 132}
 TWO = ("NAIVE_PYTORCH", "PYTORCH_SDPA_MATH")
 
 
@@ -21,6 +22,10 @@ def add(name: str, kernel, decode=None, **fields) -> BackendSpec:
     defaults = {"precisions": {"float32": "ieee-fp32"}, "family": "test", "summary": "A test's."}
     register(name=name, **(defaults | fields))(lambda: Kernels(kernel, decode))
     return get_backend(name)
+
+
+def full_disk(*_, **__):
+    raise OSError(28, "No space left on device")
 
 
 def off_by_one(q, k, v, softmax_scale, is_causal):
@@ -69,13 +74,7 @@ def provenance(**changes) -> Provenance:
         "platform": "Linux x86_64",
         "cpu": "A processor",
         "cpu_threads": 2,
-        "gpu": Gpu(
-            name="A card",
-            compute_capability="9.0",
-            multiprocessors=132,
-            memory_bytes=2**37,
-            cuda="13.0",
-        ),
+        "gpu": Gpu(**CARD, memory_bytes=2**37, cuda="13.0"),
         "packages": {"torch": "2.11.0", "transformers": "5.17.0"},
         "limits": {"copy_gbps": 4000.0, "matmul_float32_tflops": 50.0},
     }
@@ -118,17 +117,9 @@ def kernels(rows: list[Row] | None = None, **changes) -> File:
             ("CUSTOM_CUDA_VERSION_3", 50.5, {"change": "the third"}),
         ):
             samples = [scale * (middle + d) for d in (-1, 0, 1)]
-            row = kernel(name, samples, seqlen, **fields)
-            rows.append(row)
-    rows.append(
-        kernel(
-            "PYTORCH_SDPA_FLASH_ATTENTION",
-            [],
-            status="refused",
-            reason="not in float32",
-            check=None,
-        )
-    )
+            rows.append(kernel(name, samples, seqlen, **fields))
+    refused = {"status": "refused", "reason": "not in float32", "check": None}
+    rows.append(kernel("PYTORCH_SDPA_FLASH_ATTENTION", [], **refused))
     return file_of("kernel", rows, **changes)
 
 

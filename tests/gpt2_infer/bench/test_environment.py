@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from attention_kernels import BackendSpec, get_backend
+from attention_kernels import get_backend
 from attention_kernels.judge.plugins import Elsewhere
 from gpt2_infer.bench import environment
 
@@ -49,13 +49,7 @@ def test_a_backends_digest_covers_the_files_of_its_package(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     from test_of_a_plug_in.backend import load
 
-    spec = BackendSpec(
-        name="PLUG_IN",
-        family="test",
-        summary="A test's.",
-        loader=load,
-        precisions={"float32": "ieee-fp32"},
-    )
+    spec = dataclasses.replace(get_backend("NAIVE_PYTORCH"), loader=load)
     before = environment.backend_digest(spec)
     (package / "helper.py").write_text("WIDTH = 4\n")
     assert before != environment.backend_digest(spec)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from attention_kernels.ladder import compilers
 from gpt2_infer.bench.limits import KINDS, THREADS, Rate, instruction_tflops
+from tests.conftest import needs_compiler
 
 FRAGMENT = {"mma_float16": 16 * 8 * 16, "mma_tf32": 16 * 8 * 8}  # multiply-adds
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_operation_is_counted(kind):
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
     rate = Rate(kind, blocks=2, iterations=3, device="cpu")
     rate.run()
     each = 16 * THREADS if kind == "ffma" else 8 * FRAGMENT[kind] * THREADS // 32

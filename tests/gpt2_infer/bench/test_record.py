@@ -11,9 +11,10 @@ import pytest
 from gpt2_infer import RequestError
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import SCHEMA, File, ResultsError, check_output, encode, read
-from tests.gpt2_infer.bench.common import kernels
+from tests.conftest import ROOT
+from tests.gpt2_infer.bench.common import full_disk, kernels
 
-RESULTS = Path(__file__).parents[3] / "results"
+RESULTS = ROOT / "results"
 
 
 def test_a_written_file_reads_back_the_same(tmp_path):
@@ -65,11 +66,7 @@ def test_a_truncated_or_missing_file_is_one_line(tmp_path):
 def test_nothing_invalid_is_written_and_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(ResultsError, match="not valid"):
         kernels(task="No Such Task").write(tmp_path / "r.json")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
+    monkeypatch.setattr("os.replace", full_disk)
     with pytest.raises(ResultsError, match=r"r.json cannot be written: No space left on device$"):
         kernels().write(tmp_path / "r.json")
     assert not list(tmp_path.iterdir())

@@ -22,7 +22,7 @@ from attention_kernels.ladder.build import EMULATOR_WRAPS
 from gpt2_infer import export
 from gpt2_infer.cli import parse
 from gpt2_infer.errors import RequestError
-from tests.conftest import SHORT_SUITE, on_every_device
+from tests.conftest import EXAMPLE, SHORT_SUITE, on_every_device
 from tests.gpt2_infer.cli.program import ROOT, run
 from tests.gpt2_infer.cli.test_json import report_of
 
@@ -31,14 +31,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SOURCE = ROOT / "examples" / "my_backend" / "src" / "my_backend"
-
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory) -> Path:
     """A version file with a header of its own next to it, for one head_dim, so that it is quick."""
     folder = tmp_path_factory.mktemp("kernel")
-    text = (SOURCE / "v01_warp_per_row.cu").read_text()
+    text = (EXAMPLE / "v01_warp_per_row.cu").read_text()
     text = text.replace(
         "// Flags:  (none)", "// Takes:  float32, head_dim 32\n// Flags:  -DTILE=32"
     )
@@ -231,7 +229,7 @@ def test_the_whole_command(device, tmp_path):
         settings = {"CUDACXX": "/nowhere/nvcc", "CUDA_VISIBLE_DEVICES": ""}
     if reason := compilers.missing_compiler(target):
         pytest.skip(reason)
-    file = SOURCE / "v01_warp_per_row.cu"  # whose builds stay in the cache
+    file = EXAMPLE / "v01_warp_per_row.cu"  # whose builds stay in the cache
     words = ["export", str(file), "--out", str(tmp_path / "fast-rows")]
     python("-c", f"import sys\n{SHORT_SUITE}\n{BUSY}\nsys.exit(main({words}))", **settings)
     text = (tmp_path / "fast-rows" / "README.md").read_text()

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from attention_kernels import get_backend
 from attention_kernels.ladder import header
 from gpt2_infer import Sampling
+from tests.conftest import usable
 from tests.gpt2_infer.bench.common import add
 from tests.gpt2_infer.cli.program import DEMO, run
 
@@ -94,10 +94,7 @@ def test_a_checkpoints_code_is_never_run(file, capsys, tmp_path, save_checkpoint
     ("attention", "message"),
     [
         (lambda q, *_: q * torch.nan, r"TEST in float32 the logits at position 1 of prompt 1"),
-        (
-            lambda *_: {}["no tile"],
-            r"KeyError: 'no tile' \(test_generate.py:.*; --debug shows",
-        ),
+        (lambda *_: {}["no tile"], r"KeyError: 'no tile' \(test_generate.py:.*; --debug shows"),
     ],
 )
 def test_a_kernel_that_fails_writes_no_text(attention, message, capsys, clean_registry):
@@ -108,8 +105,7 @@ def test_a_kernel_that_fails_writes_no_text(attention, message, capsys, clean_re
 
 
 def test_a_cuda_kernel_writes_text_without_a_gpu_and_quotes_no_timing(capsys):
-    if reason := get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason("cpu"):
-        pytest.skip(reason)
+    usable("CUSTOM_CUDA_VERSION_1", "cpu")
     file = str(header.version_files(header.CSRC / "fp32")[0])
     arguments = [*DEMO, "--prompt", "The king", "--backend"]
     status, emulated, err = run(capsys, *arguments, file)

@@ -14,6 +14,7 @@ from gpt2_infer.cli import COMMANDS, main
 from gpt2_infer.cli.options import see_only
 from gpt2_infer.errors import UnavailableDeviceError
 from tests.conftest import rewrite
+from tests.gpt2_infer.bench.common import full_disk
 from tests.gpt2_infer.cli.program import DEMO, ROOT, run, unless
 
 
@@ -67,10 +68,6 @@ def test_a_tensors_name_cannot_write_to_the_terminal(capsys, save_checkpoint):
     assert status == 2
     assert "unexpected \\x1b[31mred\\x9b" in err
     assert not {"\x1b", "\x9b"} & {*err}
-
-
-def full_disk(*_, **__):
-    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.ladder import compilers
-from tests.conftest import SHORT_SUITE
+from tests.conftest import EXAMPLE, SHORT_SUITE
 from tests.gpt2_infer.cli.program import ROOT, run
 from tests.gpt2_infer.cli.test_verify import LAUNCH, NEGATIVE
 
-RIGHT = ROOT / "examples" / "my_backend" / "src" / "my_backend" / "v01_warp_per_row.cu"
+RIGHT = EXAMPLE / "v01_warp_per_row.cu"
 # All checks are the business of the judge's tests.
 SERVER = f'{SHORT_SUITE}raise SystemExit(main(["mcp"]))'
 HANG = """  FILE* file = fopen("PLACE", "w");

@@ -5,19 +5,19 @@ import pytest
 pytest.importorskip("jinja2")
 pytest.importorskip("pygments")
 
-from attention_kernels import get_backend
-from attention_kernels.judge.suite import Failure, Report
-from attention_kernels.ladder import compilers
+from attention_kernels.judge.suite import Failure
+from tests.conftest import needs_compiler
 from tests.gpt2_infer.cli.program import run
+from tests.gpt2_infer.cli.test_json import report_of
 
 
-@pytest.mark.skipif(compilers.missing_compiler("emulator") is not None, reason="needs a compiler")
+@needs_compiler
 def test_a_wrong_kernel_has_its_verdict_on_the_page_and_the_exit_status_of_verify(
     monkeypatch, tmp_path, capsys
 ):
     name, page = "CUSTOM_CUDA_VERSION_2", tmp_path / "page.html"
-    found = Report(get_backend(name), "cpu", 7, checks=35, failures=[Failure("seqlen 1", "bad")])
-    monkeypatch.setattr("attention_kernels.judge.suite.verify", lambda *_, **__: found)
+    found = report_of(failures=[Failure("seqlen 1", "bad")])
+    monkeypatch.setattr("attention_kernels.judge.suite.verify", found)
     command = ["report", name, "--seqlen", "1", "--gpu", "none", "--out", str(page)]
     status, out, _ = run(capsys, *command)
     assert (status, out.startswith(f"FAILED: {name}\n")) == (1, True)

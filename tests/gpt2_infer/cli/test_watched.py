@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from attention_kernels.ladder import compilers
+from tests.conftest import needs_compiler
 from tests.gpt2_infer.cli.program import DEMO, ROOT
 from tests.gpt2_infer.cli.test_verify import LAUNCH, RIGHT
 
@@ -57,9 +57,7 @@ def test_the_child_ends_with_its_parent():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    compilers.missing_compiler("emulator") is not None, reason="needs a C++ compiler"
-)
+@needs_compiler
 def test_a_kernel_that_ends_the_process_is_a_sentence(tmp_path):
     file = tmp_path / "v01_ends.cu"
     text = RIGHT.read_text().replace(LAUNCH, f"{LAUNCH}  if (params.seqlen > 0) quick_exit(0);\n")

@@ -18,6 +18,7 @@ from gpt2_infer.config import GPT2Config
 # With --dist loadgroup, one worker runs all tests of gpt2-xl, which take up to 25 GB of GPU memory.
 XL = pytest.param("gpt2-xl", marks=pytest.mark.xdist_group("gpt2-xl"))
 SIZES = ["gpt2", "gpt2-medium", "gpt2-large", XL]
+SMALL = GPT2Config(vocab_size=101, n_positions=40, n_embd=64, n_layer=2, n_head=2, n_inner=128)
 
 
 def random_model(config: GPT2Config, dtype: torch.dtype = torch.float32) -> GPT2:

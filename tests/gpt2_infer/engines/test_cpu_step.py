@@ -13,6 +13,7 @@ from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import cpu_step
 from gpt2_infer.engines.cpu_step import CPUStep
 from gpt2_infer.linear import lay_out
+from tests.conftest import needs_compiler
 from tests.gpt2_infer.engines.common import random_model
 from tests.gpt2_infer.engines.test_fused import State, check_steps, state_after
 
@@ -31,10 +32,7 @@ LENGTHS = [3, 1, 9, 67, 20, 30, 60, 2]
 PROMPTS = [[7, 3], [5, 6, 90, 2], [1]]
 
 
-@pytest.fixture(autouse=True)
-def compiler():
-    if reason := compilers.missing_compiler("emulator"):
-        pytest.skip(reason)
+pytestmark = needs_compiler
 
 
 def step_of(model: GPT2, state: State) -> CPUStep:

@@ -19,12 +19,7 @@ CONFIG = GPT2Config(vocab_size=3001, n_positions=40, n_embd=160, n_layer=1, n_he
 INF = float("inf")
 
 
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_not_zero():
-    """Fill new tensors, so that it shows which elements nothing has written."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 17])

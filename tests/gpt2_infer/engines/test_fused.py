@@ -17,23 +17,15 @@ from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import load_op
 from gpt2_infer import GPT2
-from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import Step, StepShape
 from gpt2_infer.model import KVCache
 from gpt2_infer.product import CSRC
-from tests.gpt2_infer.engines.common import SIZES, published, random_model
+from tests.gpt2_infer.engines.common import SIZES, SMALL, published, random_model
 
 # An odd vocabulary, of which some warps compute two groups of rows, and a context of two splits.
-CONFIG = GPT2Config(
-    vocab_size=1301,
-    n_positions=160,
-    n_embd=64,
-    n_layer=3,
-    n_head=2,
-    n_inner=192,
-    scale_attn_by_inverse_layer_idx=True,
-)
+SIZE = {"vocab_size": 1301, "n_positions": 160, "n_layer": 3, "n_inner": 192}
+CONFIG = dataclasses.replace(SMALL, **SIZE, scale_attn_by_inverse_layer_idx=True)
 # One kernel runs all layers of a single row.
 ONE_KERNEL = dataclasses.replace(CONFIG, n_embd=128, n_inner=512)
 # A cache of three splits: four blocks attend for a single row, two per row in a batch.

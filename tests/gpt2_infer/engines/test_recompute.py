@@ -14,17 +14,9 @@ from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute
 from gpt2_infer.model import KVCache
 from gpt2_infer.request import MODES
-from tests.gpt2_infer.engines.common import SIZES, published, random_model, request_for
+from tests.gpt2_infer.engines.common import SIZES, SMALL, published, random_model, request_for
 
-CONFIG = GPT2Config(
-    vocab_size=101,
-    n_positions=40,
-    n_embd=64,
-    n_layer=3,
-    n_head=2,
-    n_inner=128,
-    scale_attn_by_inverse_layer_idx=True,
-)
+CONFIG = dataclasses.replace(SMALL, n_layer=3, scale_attn_by_inverse_layer_idx=True)
 
 
 def with_emulated_products(model, products, monkeypatch):

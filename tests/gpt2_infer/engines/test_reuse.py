@@ -7,28 +7,20 @@ import gc
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpt2_infer import GPT2, Sampling, engines, generate
-from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import base, fused, lend_engine
 from gpt2_infer.engines.fused import Fused, StepShape
 from gpt2_infer.prepared import MAX_ENGINES, Prepared
 from gpt2_infer.request import MODES
-from tests.gpt2_infer.engines.common import imitate_graphs, random_model, request_for
+from tests.gpt2_infer.engines.common import SMALL, imitate_graphs, random_model, request_for
 
-CONFIG = GPT2Config(
-    vocab_size=101,
-    n_positions=40,
-    n_embd=64,
-    n_layer=2,
-    n_head=2,
-    n_inner=128,
-    tie_word_embeddings=False,  # tied random weights would repeat one token
-)
+CONFIG = replace(SMALL, tie_word_embeddings=False)  # tied random weights would repeat one token
 PROMPTS = [[7, 3], [5, 6, 90, 2]]
 OTHERS = [[9, 4, 4, 1], [70]]
 SHORTER = [[8, 3, 5], [55, 10]]
@@ -57,10 +49,8 @@ def call(model, prompts=PROMPTS, **options):
 
 
 @pytest.mark.parametrize("drawn", [Sampling(), DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize(
-    ("engine", "mode"),
-    [("graph", "recompute"), ("fused", "recompute"), ("graph", "kv-cache"), ("fused", "kv-cache")],
-)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ["graph", "fused"])
 def test_a_second_call_prepares_nothing_and_writes_the_same(engine, mode, drawn, captured):
     model = random_model(CONFIG)
 
@@ -209,10 +199,8 @@ def test_the_cache_of_engines_is_bounded():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("drawn", [Sampling(), DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize(
-    ("engine", "mode"),
-    [("graph", "recompute"), ("fused", "recompute"), ("graph", "kv-cache"), ("fused", "kv-cache")],
-)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ["graph", "fused"])
 def test_calls_on_a_gpu_are_the_same(engine, mode, drawn):
     model = GPT2.from_pretrained("demo", device="cuda")
     options = {"mode": mode, "engine": engine, "sampling": drawn, "max_new_tokens": 60}
@@ -238,7 +226,5 @@ def test_threads_may_generate_at_once_on_a_gpu(mode):
     fresh = GPT2.from_pretrained("demo", device="cuda")
     expected = [call(fresh, one, mode=mode, max_new_tokens=40) for one in prompts]
     with ThreadPoolExecutor(4) as threads:
-        jobs = [
-            threads.submit(call, model, one, mode=mode, max_new_tokens=40) for one in prompts * 4
-        ]
-        assert [job.result() for job in jobs] == expected * 4
+        found = threads.map(lambda one: call(model, one, mode=mode, max_new_tokens=40), prompts * 4)
+        assert [*found] == expected * 4

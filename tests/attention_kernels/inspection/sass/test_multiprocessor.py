@@ -42,11 +42,8 @@ def in_order(code, wavefronts=0, lines=0, misses=0):
 
 def watched(code, warps, blocks=1):
     """Return the cycles, and the warp-cycles by stall, of blocks of the given warps."""
-    one, works, stalls = (
-        Multiprocessor(H200, code, 500.0),
-        [work_of(*warps)] * blocks,
-        defaultdict(float),
-    )
+    one, works = Multiprocessor(H200, code, 500.0), [work_of(*warps)] * blocks
+    stalls = defaultdict(float)
     cycles, _ = found = one.run(works, stalls=stalls)
     assert found == one.run(works)
     return cycles, stalls

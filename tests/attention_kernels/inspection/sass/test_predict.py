@@ -6,7 +6,6 @@ import functools
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -22,8 +21,8 @@ from tests.attention_kernels.inspection.sass.common import (
     instructions,
     needs_cuda_programs,
 )
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[4]
 predicted = functools.partial(predict.predict, gpu=H200, seqlen=128)
 
 

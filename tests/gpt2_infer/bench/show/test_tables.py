@@ -16,15 +16,10 @@ from gpt2_infer.bench.show.pivot import Table
 from tests.gpt2_infer.bench.common import file_of, generation, kernel, kernels
 
 
-def lines_of(file: File) -> list[dict[str, str]]:
-    """The cells of a file's only table, by heading."""
-    (table,) = tables.tables("FILE", file)
-    return [dict(zip(table.head, row, strict=True)) for row in table.rows]
-
-
 def rows(file: File) -> dict[str, dict[str, str]]:
-    """The same by backend, the first cell."""
-    return {next(iter(row.values())).strip("`"): row for row in lines_of(file)}
+    """The cells of a file's only table, by backend, the first cell, and heading."""
+    (table,) = tables.tables("FILE", file)
+    return {row[0].strip("`"): dict(zip(table.head, row, strict=True)) for row in table.rows}
 
 
 def test_there_is_no_ratio_to_another_precision_class_or_within_the_spread():
