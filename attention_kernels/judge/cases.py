@@ -110,13 +110,15 @@ def ordered_cases(
     dtypes: Sequence[torch.dtype],
     seed: int,
     *,
+    share: float = 1.0,
     is_emulated: bool = False,
     has_groups: bool = False,
     is_aligned: bool = False,
 ) -> Ordered:
     """Return every case of attention or of decode, those that try the most for their cost first.
 
-    has_groups: also cases with fewer key heads. is_aligned: none off multiples of 16 bytes.
+    share: stop when this share of all parts is covered. has_groups: also cases with fewer key
+    heads. is_aligned: none off multiples of 16 bytes.
     """
     is_decode = op == "decode"
     fixed: list[Case | DecodeCase] = []
@@ -143,6 +145,8 @@ def ordered_cases(
     costs = [cost(case, is_emulated=is_emulated) for case in fixed]
     draw, found = random.Random(f"{op} {seed}"), list[tuple[Case | DecodeCase, float]]()
     for n, tried in in_order_of_gain(costs, PARTS_OF_FIXED[is_emulated], drawn.costs, drawn.parts):
+        if tried >= share:
+            break
         if n < 0:
             found.append((fixed[n], tried))
             continue

@@ -108,7 +108,7 @@ class Driver:
     def prepare(self) -> None:
         """Prepare requests until the backend has answered."""
         while not self.runner.has_answered():
-            ahead = sum(len(request.block) for _, _, request in self._ready)
+            ahead = sum(request.block.nbytes for _, _, request in self._ready)
             if ahead > MOST_AHEAD or not self._begin():
                 return
 
@@ -314,7 +314,10 @@ def cases_for(
     quick: until most of what they try has been tried.
     """
     spec = runner.spec
+    share = 1.0 if not quick else QUICK_EMULATED if runner.is_emulated else QUICK
+    has_few_shapes = runner.device in spec.compiles_per_shape_on
     options: dict[str, Any] = {
+        "share": 1.0 if has_few_shapes else share,
         "is_emulated": runner.is_emulated,
         "has_groups": spec.supports_gqa,
         # The op of a version file refuses other addresses, also under an alias.
@@ -328,13 +331,12 @@ def cases_for(
         """Return whether rounding does not decide which key wins: in TF32, scores of 1e8 do."""
         return case.scale < 1e3 or spec.precisions[dtype_name(case.dtype)] != "tf32"
 
-    if runner.device in spec.compiles_per_shape_on:
+    if has_few_shapes:
         found = [with_few_shapes(of_op, shapes_of_range(spec)) for of_op in found]
     both, draw = [*heapq.merge(*found, key=lambda pair: pair[1])], random.Random(f"order {seed}")
     places = sorted(range(len(both)), key=lambda n: n + draw.uniform(0, WINDOW))
-    share = QUICK_EMULATED if runner.is_emulated else QUICK
     drawn = [both[n] for n in places]
-    return [case for case, tried in drawn if is_fair(case) and (not quick or tried < share)]
+    return [case for case, tried in drawn if is_fair(case) and tried < share]
 
 
 def shapes_of_range(spec: BackendSpec) -> int:
