@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels import registry
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.ladder import build, compilers, header, prebuilt
@@ -34,6 +33,7 @@ from attention_kernels.registry import (
     add,
     get_backend,
     list_backends,
+    registered,
     unavailable,
     untraced,
 )
@@ -96,7 +96,7 @@ def resolve(what: str) -> BackendSpec:
 
 def known(what: str) -> BackendSpec | None:
     """Return a backend or a version file's; None if only a plug-in can have that name."""
-    return resolve(what) if what.endswith(".cu") else registry.registered(what)
+    return resolve(what) if what.endswith(".cu") else registered(what)
 
 
 def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:

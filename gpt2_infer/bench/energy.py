@@ -15,7 +15,7 @@ WARM_UP_SECONDS = 0.5  # what it shows is up to two advances old
 
 
 def open_counter(device: str) -> Callable[[], float] | str:
-    """Return a function that reads the joules this process's GPU has used, or why there is none."""
+    """Return a function that reads the joules this process's GPU has used, or why it cannot."""
     if device != "cuda":
         return "energy is measured on NVIDIA GPUs only"
     try:

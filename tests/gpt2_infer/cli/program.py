@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from gpt2_infer.cli import main
 
 DEMO = ["--model", "demo", "--device", "cpu", "--max-new-tokens", "8"]
-ROOT = Path(__file__).parents[3]
 
 
 def unless(given: Sequence[str], options: Sequence[str] = DEMO) -> list[str]:

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from tests.gpt2_infer.cli.program import ROOT, run
+from tests.conftest import ROOT
+from tests.gpt2_infer.cli.program import run
 
 
 @pytest.mark.slow

@@ -59,12 +59,18 @@ REFUSED = [  # without a command, options of generate
     (f"{EXPORT} TMP/Fast", "must be lower-case words"),
     (f"{EXPORT} TMP/torch", "Python has a module torch already"),
     ("predict x.cubin --kernel k --grid 1", "--block requires an argument"),
-    ("predict x --kernel k --grid 1 --block 1 --head-dim 64", "not the shape of an attention"),
+    (
+        "predict x.cubin --kernel k --grid 1 --block 1 --head-dim 64",
+        "not the shape of an attention",
+    ),
     ("predict CUSTOM_CUDA_VERSION_12 --dtype float16", "dtype float16 (it takes float32)"),
     # Cyclopts would read these words as None, the default.
     ("predict x --dtype none", 'Invalid value "none" for --dtype'),
     ("batch x --out TMP/out --shard none", "--shard: must be a shard such as 0/4, not 'none'"),
-    ("verify x --device NULL", "--device: must be a device, cuda, cuda:1 or the like, or cpu, not"),
+    (
+        "verify x --device NULL",
+        "--device: must be a device, cuda, cuda:1 or the like, or cpu, not 'NULL'",
+    ),
     ("--seed NULL", "--seed: must be an integer from 0 to 2^63 - 1, not 'NULL'"),
     ("--max-new-tokens 0", "--max-new-tokens: must be a"),
     ("--max-new-tokens nan", "--max-new-tokens: must be a"),

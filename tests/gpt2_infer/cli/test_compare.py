@@ -5,8 +5,9 @@ from pathlib import Path
 from attention_kernels import list_backends
 from gpt2_infer.bench.record import read
 from gpt2_infer.bench.study import load
+from tests.conftest import ROOT
 from tests.gpt2_infer.bench.common import add, off_by_one
-from tests.gpt2_infer.cli.program import ROOT, run
+from tests.gpt2_infer.cli.program import run
 
 KERNEL = ["--task", "kernel", "--device", "cpu", "--seqlens", "8", "--heads", "1"]
 KERNEL += ["--head-dims", "32", "--rounds", "2"]

@@ -22,8 +22,8 @@ from attention_kernels.ladder.build import EMULATOR_WRAPS
 from gpt2_infer import export
 from gpt2_infer.cli import parse
 from gpt2_infer.errors import RequestError
-from tests.conftest import EXAMPLE, SHORT_SUITE, on_every_device
-from tests.gpt2_infer.cli.program import ROOT, run
+from tests.conftest import EXAMPLE, ROOT, SHORT_SUITE, on_every_device
+from tests.gpt2_infer.cli.program import run
 from tests.gpt2_infer.cli.test_json import report_of
 
 if sys.version_info >= (3, 11):

@@ -15,7 +15,8 @@ from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.suite import Failure, Report
 from attention_kernels.judge.truth import Verdict
 from gpt2_infer.cli import COMMANDS
-from tests.gpt2_infer.cli.program import ROOT, run
+from tests.conftest import ROOT
+from tests.gpt2_infer.cli.program import run
 from tests.gpt2_infer.cli.test_predict import FOUND
 
 MODEL = ["--model", "demo", "--device", "cpu"]

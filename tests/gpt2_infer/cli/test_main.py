@@ -13,9 +13,9 @@ import torch
 from gpt2_infer.cli import COMMANDS, main
 from gpt2_infer.cli.options import see_only
 from gpt2_infer.errors import UnavailableDeviceError
-from tests.conftest import rewrite
+from tests.conftest import ROOT, rewrite
 from tests.gpt2_infer.bench.common import full_disk
-from tests.gpt2_infer.cli.program import DEMO, ROOT, run, unless
+from tests.gpt2_infer.cli.program import DEMO, run, unless
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from attention_kernels.ladder import compilers
-from tests.conftest import EXAMPLE, SHORT_SUITE
-from tests.gpt2_infer.cli.program import ROOT, run
+from tests.conftest import EXAMPLE, ROOT, SHORT_SUITE
+from tests.gpt2_infer.cli.program import run
 from tests.gpt2_infer.cli.test_verify import LAUNCH, NEGATIVE
 
 RIGHT = EXAMPLE / "v01_warp_per_row.cu"

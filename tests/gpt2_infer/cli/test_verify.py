@@ -13,8 +13,9 @@ from attention_kernels.ladder import compilers, header
 from gpt2_infer.bench.verdict import Findings
 from gpt2_infer.cli.verify import text
 from tests.attention_kernels.judge.test_suite import shorten
+from tests.conftest import ROOT
 from tests.gpt2_infer.bench.common import add
-from tests.gpt2_infer.cli.program import ROOT, run
+from tests.gpt2_infer.cli.program import run
 
 NEGATIVE = ROOT / "tests" / "attention_kernels" / "negative"
 RIGHT = header.CSRC / "fp32" / "v08_o_in_shared.cu"

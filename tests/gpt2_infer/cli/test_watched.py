@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tests.conftest import needs_compiler
-from tests.gpt2_infer.cli.program import DEMO, ROOT
+from tests.conftest import ROOT, needs_compiler
+from tests.gpt2_infer.cli.program import DEMO
 from tests.gpt2_infer.cli.test_verify import LAUNCH, RIGHT
 
 PROGRAM = """
