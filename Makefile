@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all gpu-test lint size docs report site wheel clean
+.PHONY: demo test test-all gpu-test cheats lint size docs report site wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 7 --max-new-tokens 200
@@ -23,6 +23,13 @@ test-all: test
 gpu-test: $(if $(VENV),$(VENV)/installed)
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest -m gpu -n 16 --dist loadgroup \
 		-p tests.gpu_suite --gpu-report=results/gpu_tests.json
+
+# Every cheat and a hundred honest kernels; those that need a GPU where there is one.
+cheats: $(if $(VENV),$(VENV)/installed)
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest -n $(shell nproc) --dist worksteal \
+		-p tests.cheat_suite --cheats-report=results/cheats.json \
+		tests/attention_kernels/judge/test_cheats.py::test_a_cheat_is_caught \
+		tests/attention_kernels/judge/hundred.py
 
 # The constraints must have a solution on a plain index for every supported Python, not
 # for this one alone.

@@ -40,19 +40,39 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def start_server() -> None:
+def start_server(*, fork: bool = False) -> None:
     """Start the server that the judge's processes are forked from, unless it runs.
 
-    Modules in the current folder are not imported there.
+    Modules in the current folder are not imported there. fork: fork this process, which has all
+    modules imported and no thread, instead of starting an interpreter.
     """
     hide()
-    flags = util._args_from_interpreter_flags  # type: ignore[attr-defined]
+    flags, spawn = util._args_from_interpreter_flags, util.spawnv_passfds  # type: ignore[attr-defined]
     util._args_from_interpreter_flags = lambda: [*flags(), "-c", _SAFELY]  # type: ignore[attr-defined]
+    util.spawnv_passfds = _fork if fork else spawn  # type: ignore[assignment]
     try:
         forkserver.set_forkserver_preload(["attention_kernels.judge.server"])
         forkserver.ensure_running()
     finally:
         util._args_from_interpreter_flags = flags  # type: ignore[attr-defined]
+        util.spawnv_passfds = spawn
+
+
+def _fork(_: str, command: Sequence[str], fds: Sequence[int]) -> int:
+    """Run multiprocessing's program, the last word of a command, in a fork of this process."""
+    if process := os.fork():
+        return process
+    try:
+        first = 3
+        for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(first, fd)
+            first = fd + 1
+        sys.argv = [""]
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
+        exec(command[-1])
+    finally:
+        os._exit(1)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,10 @@ class Description:
     min_compute_capability: tuple[int, int] | None = None
     """The lowest compute capability of a CUDA device that it runs on."""
     emulated_on: tuple[str, ...] = ()
-    """Device types where its source runs in an emulator, so that timings mean nothing."""
+    """Device types where its source runs in an emulator, so that timings mean nothing.
+
+    The judge believes it of this package's own kernels only; see BackendSpec.is_emulated().
+    """
     compiles_per_shape_on: tuple[str, ...] = ()
     """Device types where each shape is compiled or tuned; there the suite tries only a few."""
     needs_contiguous: bool = False
@@ -130,6 +133,16 @@ class BackendSpec(Description):
     def dtypes(self) -> tuple[str, ...]:
         """The names of the dtypes that it takes."""
         return tuple(self.precisions)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this package builds it: from a version file, or as one of its own backends."""
+        module = str(getattr(self.loader, "func", self.loader).__module__)  # also of a partial
+        return self.version is not None or module.startswith("attention_kernels.backends.")
+
+    def is_emulated(self, device_type: str) -> bool:
+        """Return whether its source runs in an emulator; the word of a plug-in does not count."""
+        return device_type in self.emulated_on and self.is_ours
 
     def unavailable_reason(self, device: torch.device | str) -> str | None:
         """Return why it cannot run on a device, or None if it can, without compiling anything.

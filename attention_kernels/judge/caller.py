@@ -25,7 +25,7 @@ from attention_kernels.errors import (
     UnsupportedError,
     describe,
 )
-from attention_kernels.judge import plugins
+from attention_kernels.judge import isolation, plugins
 from attention_kernels.judge.calls import (
     Block,
     Calls,
@@ -33,7 +33,10 @@ from attention_kernels.judge.calls import (
     Repeat,
     Reply,
     Start,
+    chain,
+    chain_weights,
     checksum,
+    clear_persisting_l2,
     describe_error,
     multiply,
     unpack,
@@ -50,6 +53,7 @@ POISONS = "7ff47ff4", "70e070e0"
 def serve(
     answer: Callable[[Reply], None],
     wait: Callable[[], bytes],
+    enclose: Callable[..., None],
     given: int,
     taken: int,
     what: str,
@@ -59,20 +63,26 @@ def serve(
 ) -> None:
     """Load a backend and answer messages until the judge ends this process."""
     try:
+        spec = ladder.known(what)
+        if spec and (spec.version or spec.chooses):
+            # What is built goes into the cache of all backends, but does not run there yet.
+            if error := isolation.apart(functools.partial(_build, spec, device, races)):
+                raise UnavailableBackendError(spec.name, error)
+            enclose()
+        else:
+            enclose(plugins.caches(what))
         # A plug-in is imported to find its own backends only, not where it could slow others.
-        spec = ladder.known(what) or ladder.resolve(what)
+        spec = spec or ladder.resolve(what)
         device = registry.device_for(spec, device)
         if device == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(current)
         if reason := spec.unavailable_reason(device):
             raise UnavailableBackendError(spec.name, reason)
         caller = Caller(spec, device, Block(given), Block(taken))
-        if device in spec.emulated_on:
+        if spec.is_emulated(device):
             torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
         if device == "cuda":
             poison_freed_memory(torch.empty(1, device=device))  # starts CUDA
-        if races and spec.version and device in spec.emulated_on:
-            ladder.build_all(device, [spec, caller.race_checked])
         spec.prepare(device)
         has = spec.has_attention(), spec.has_decode(device)
         answer(Reply(text=msgspec.json.encode(plugins.describe_spec(spec, has)).decode()))
@@ -84,12 +94,34 @@ def serve(
         answer(caller.answer(msgspec.json.decode(wait(), type=Message)))
 
 
+def _build(spec: BackendSpec, device: str, races: bool) -> None:
+    """Build a version, or all that an alias may choose; raises BuildError."""
+    device = registry.device_for(spec, device)
+    if spec.unavailable_reason(device):
+        return
+    found = [spec]
+    if spec.chooses:
+        for dtype, head_dim, power in itertools.product(spec.dtypes, spec.head_dims, range(13)):
+            on = getattr(torch, dtype), head_dim, torch.device(device)
+            found.append(spec.chooses(*on, 2**power))
+    elif races and spec.is_emulated(device):
+        found.append(_race_checked(spec))
+    if errors := ladder.build_all(device, found):
+        raise errors[0]
+
+
+def _race_checked(spec: BackendSpec) -> BackendSpec:
+    """Return a version, built for the emulator to report races in shared memory."""
+    assert spec.version is not None
+    return ladder.backend(spec.name, spec.family, race_checked(spec.version))
+
+
 class Caller:
     """Makes calls of a backend on a device, on inputs and for outputs in two blocks."""
 
     def __init__(self, spec: BackendSpec, device: str, given: Block, taken: Block) -> None:
         self.spec, self.device, self.given, self.taken = spec, device, given, taken
-        self._timed: _Timed | None = None
+        self._timed: Timed | None = None
         self._poisons = itertools.cycle(POISONS)
 
     def answer(self, message: Message) -> Reply:
@@ -117,24 +149,26 @@ class Caller:
             timed.multiply(message.seed)
             return Reply(seconds=timed.run(), checksum=timed.checksum())
         if isinstance(message, Repeat):
-            return Reply(seconds=timed.run(message.passes))
+            return Reply(seconds=timed.run(message.passes, chained=message.chained))
         timed.hand_over(self.taken.tensor)
         return Reply()
 
     def _prepare(self, calls: Calls) -> Reply:
         """Copy the inputs of calls to time to their places on the device."""
-        on_host = self.given.tensor[: calls.given_bytes]
+        on_host = self.given.tensor[calls.place : calls.given_bytes]
         if self._timed is None or self._timed.calls != calls:
             self._timed = None  # frees its memory first
             block = on_host.to(self.device, copy=True)
-            self._timed = _Timed(self._kernel(calls), block, calls, graph=self.spec.cuda_graphs)
+            self._timed = Timed(self._kernel(calls), block, calls, graph=self.spec.cuda_graphs)
         self._timed.renew(on_host)
         return Reply()
 
     def _call(self, calls: Calls) -> Reply:
         """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
         self._timed = None
-        on_host = [self.given.storage(*place) for place in calls.storages]
+        on_host = [self.given.storage(calls.place + at, size) for at, size in calls.storages]
+        # On a GPU, where the allocator decides, this moves those after it.
+        before = torch.empty(calls.place, dtype=torch.uint8, device=self.device)
         on_device = [storage.to(self.device) for storage in on_host]
         sets = unpack(on_device, calls.sets)
         outputs = calls.outputs(self.taken.tensor)
@@ -155,6 +189,7 @@ class Caller:
         for host, device in zip(on_host, on_device, strict=True):
             if host is not device:
                 host.copy_(device)
+        del before
         return Reply()
 
     def _kernel(self, calls: Calls) -> Kernel:
@@ -166,35 +201,39 @@ class Caller:
 
     @functools.cached_property
     def race_checked(self) -> BackendSpec:
-        """The version, built for the emulator to report races in shared memory."""
-        version = self.spec.version
-        assert version is not None
-        return ladder.backend(self.spec.name, self.spec.family, race_checked(version))
+        """The version, built to report races."""
+        return _race_checked(self.spec)
 
 
-class _Timed:
+class Timed:
     """Calls to time; their inputs stay where they are and get new numbers.
 
-    On CUDA they are a graph, if the backend allows it. Outputs are kept until the clock has
-    stopped, so that no call can be left out because nobody looks at its output.
+    Each call's inputs depend on the output of the call before, those of the first call on the last
+    output of the pass before, so that calls cannot run at the same time or be left out. On CUDA a
+    pass is a graph, if the backend allows it.
     """
 
     def __init__(self, kernel: Kernel, block: Tensor, calls: Calls, *, graph: bool) -> None:
-        self.calls, self._block = calls, block
+        self.calls, self._block, self._graph = calls, block, graph and block.is_cuda
         unpacked = calls.tensors(self._block)
         sets = [unpacked[place] for place in calls.order]
+        weights = chain_weights(sets[0][1])
         self._dtype = sets[0][0].dtype
         self._outputs: list[Tensor] = []
+        self._passes: dict[bool, Callable[[], list[Tensor]]] = {}
 
-        def one_pass() -> list[Tensor]:
-            return [kernel(*inputs) for inputs in sets]
+        def one_pass(*, chained: bool) -> list[Tensor]:
+            outputs = []
+            for inputs, (_, k, *_) in zip(sets, sets[1:] + sets[:1], strict=True):
+                outputs.append(kernel(*inputs))
+                if chained:
+                    chain(outputs[-1], k, weights)
+            return outputs
 
-        self._pass: Callable[[], list[Tensor]] = one_pass
-        if block.is_cuda:
-            kernel(*sets[0])  # a first call may compile or allocate, which no graph can capture
+        self._one_pass = one_pass
+        if block.is_cuda:  # a first call may compile or allocate, which no graph can capture
+            chain(kernel(*sets[0]), sets[0][1], weights)
             torch.cuda.synchronize()
-            if graph:
-                self._pass = _graph(one_pass)
             self.run()
 
     def renew(self, on_host: Tensor) -> None:
@@ -205,27 +244,34 @@ class _Timed:
         on_device = on_host.to("cuda")
         self.run()
         self._block.copy_(on_device)
-        torch.cuda.synchronize()
+        clear_persisting_l2()
 
     def multiply(self, seed: int) -> None:
         """Multiply all inputs but lengths by factors that the judge has drawn."""
         multiply(self._block[: self.calls.numbers_bytes], self._dtype, seed)
 
-    def run(self, passes: int = 1) -> float:
-        """Make all calls, `passes` times; return the seconds, and keep the outputs."""
-        self._outputs.clear()
+    def run(self, passes: int = 1, *, chained: bool = True) -> float:
+        """Make all calls, `passes` times; return the seconds, and keep the last pass's outputs."""
+        self._outputs = []
+        if chained not in self._passes:
+            calls = functools.partial(self._one_pass, chained=chained)
+            self._passes[chained] = _graph(calls) if self._graph else calls
+            if self._graph:
+                self._passes[chained]()  # the first replay takes longer
+        one_pass = self._passes[chained]
         if not self._block.is_cuda:
             started = time.perf_counter()
-            found = [self._pass() for _ in range(passes)]
+            for _ in range(passes):
+                self._outputs = one_pass()
             seconds = time.perf_counter() - started
         else:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
-            found = [self._pass() for _ in range(passes)]
+            for _ in range(passes):
+                self._outputs = one_pass()
             end.record()
             torch.cuda.synchronize()  # all streams
             seconds = start.elapsed_time(end) / 1e3
-        self._outputs += found[-1]
         return float(seconds)
 
     def checksum(self) -> int:
@@ -233,7 +279,9 @@ class _Timed:
         return checksum(self._outputs)
 
     def hand_over(self, block: Tensor) -> None:
-        """Copy the outputs of the last pass to the judge's memory."""
+        """Copy the outputs of the last pass to the judge's memory, before passes are repeated."""
+        if self._block.is_cuda:
+            clear_persisting_l2()
         for o, output in zip(self._outputs, self.calls.outputs(block), strict=True):
             output.copy_(o)
 

@@ -7,6 +7,7 @@ originals of the inputs, so nothing that a kernel does to its inputs reaches the
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
@@ -35,6 +36,8 @@ GUARD, GUARD_BYTE = 4096, 0xFF
 ALIGNMENT = 256  # of a storage, as of an allocation on a GPU
 MULTIPLIED = 16  # numbers in a row that multiply() gives factors of their own
 LEAST_BYTES = 2**26  # of a block
+# CUDA_ERROR_UNSUPPORTED_LIMIT and CUDA_ERROR_NOT_SUPPORTED: a GPU before sm_80, or a part of one.
+_HAS_NO_PERSISTING_L2 = 215, 801
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # An op's name and, in the emulator, the error that every failed launch begins with.
 _OP = re.compile(
@@ -115,21 +118,24 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     """The number of torch's threads; 0: the default."""
     races: bool = False
     """Whether to call the build that reports races in shared memory; emulated kernels only."""
+    place: int = 0
+    """Where the block of inputs begins in the memory that is shared."""
     clock: bool = False
     """Whether the calls are timed: on CUDA as a graph, if the backend allows it."""
 
     @property
     def given_bytes(self) -> int:
-        """The size of the block of inputs."""
+        """The size of the memory up to the end of the block of inputs."""
         start, size = self.storages[-1]
-        return start + aligned(size) + GUARD
+        return self.place + start + aligned(size) + GUARD
 
     @property
     def numbers_bytes(self) -> int:
         """The size of the part of the block of inputs before the first integers."""
         views = (view for tensors in self.sets for view in tensors)
         integers = (view.storage for view in views if not view.torch_dtype.is_floating_point)
-        return min((self.storages[x][0] for x in integers), default=self.given_bytes)
+        whole = self.given_bytes - self.place
+        return min((self.storages[x][0] for x in integers), default=whole)
 
     @property
     def taken_bytes(self) -> int:
@@ -168,6 +174,8 @@ class Repeat(msgspec.Struct, frozen=True, tag=True):
     """A message: make all timed calls several times."""
 
     passes: int
+    chained: bool = True
+    """Whether the inputs of a call depend on the output of the call before; see chain()."""
 
 
 Message: TypeAlias = Calls | Start | HandOver | Repeat
@@ -236,15 +244,22 @@ class Request:
         count = len(self.calls.order)
         return found[:count], found[count:]
 
-    def multiplied(self, seed: int) -> list[list[Tensor]]:
-        """Return the sets as they are when the clock has started; see multiply()."""
+    def timed(self, seed: int, outputs: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the inputs that timed calls had if these were their outputs.
+
+        They are multiplied by factors and depend on the outputs; see multiply() and chain().
+        """
         block = self.block.clone()
         multiply(block[: self.calls.numbers_bytes], self.sets[0][0].dtype, seed)
-        return self.calls.tensors(block)
+        sets = self.calls.tensors(block)
+        weights = chain_weights(sets[0][1])
+        for o, (_, k, *_) in zip(outputs, sets[1:], strict=False):
+            chain(o, k, weights)
+        return sets
 
     def fault(self, block: Tensor) -> str:
-        """Return which input the calls changed, given the block of inputs after them; else ''."""
-        after = block[: len(self.block)].clone()
+        """Return which input the calls changed, given the memory of inputs after them; else ''."""
+        after = block[self.calls.place : self.calls.given_bytes].clone()
         if torch.equal(after, self.block):
             return ""
         names, storages = NAMES[self.calls.op], self.calls.storages
@@ -310,6 +325,38 @@ def multiply(block: Tensor, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     factors = torch.randint(128, 257, (MULTIPLIED,), generator=generator) / 256
     block.view(dtype).view(-1, MULTIPLIED).mul_(factors.to(block.device, dtype))
+
+
+def chain_weights(k: Tensor) -> Tensor:
+    """Return an odd number for each row of k, a batch entry, position and head, for chain()."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2**62, k.shape[:-1], generator=generator).mul_(2).add_(1).to(k.device)
+
+
+def chain(o: Tensor, k: Tensor, weights: Tensor) -> None:
+    """Make the next call's k depend on all of an output, on their device.
+
+    The sum of the output's bits, times the row's weight, both modulo 2^64, decides on the sign of
+    the first number of each row of k. So a call whose inputs come from another output than the one
+    that the judge gets is wrong in nearly all rows. A sum of integers is exact, so the judge
+    computes the same signs. Three kernels, which a graph can hold, read the output and touch one
+    sector of a row; the magnitudes stay, so that repeated calls see the same kind of numbers.
+    """
+    words = o.flatten()
+    words = words.view(torch.int64) if words.nbytes % 8 == 0 else bits(words)
+    k[..., 0].copysign_(weights * words.sum(dtype=torch.int64))
+
+
+def clear_persisting_l2() -> None:
+    """End persisting accesses to L2 in this process's CUDA context, and allow no others.
+
+    Raises RuntimeError if CUDA does not.
+    """
+    torch.cuda.synchronize()  # also makes the context
+    cuda = ctypes.CDLL("libcuda.so.1")
+    for status in (cuda.cuCtxResetPersistingL2Cache(), cuda.cuCtxSetLimit(6, ctypes.c_size_t(0))):
+        if status not in (0, *_HAS_NO_PERSISTING_L2):
+            raise RuntimeError(f"persisting accesses to L2 cannot be ended: CUDA error {status}")
 
 
 def checksum(outputs: Sequence[Tensor]) -> int:

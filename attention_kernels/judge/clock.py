@@ -2,11 +2,17 @@
 
 A sample is the mean time of calls on sets of inputs. Each set has numbers of its own, new in every
 sample, and together they exceed a GPU's L2. With the word to start come factors for all inputs, so
-that nothing can be computed earlier. The worker reports the time of all calls by CUDA events, or by
-its own clock on the CPU. The judge's clock runs from its word until the answer that everything has
-ended, which carries a checksum of the outputs. Then the judge takes the outputs and compares part
-of each with the reference. Last, the same calls are repeated for some time, by both clocks. A
-kernel that leaves work for later, or a clock that was tampered with, makes the two differ.
+that nothing can be computed earlier, and the inputs of a call depend on all of the output before,
+so that no two calls run at the same time; see chain(). The worker reports the time of all calls by
+CUDA events, or by its own clock on the CPU. The judge's clock runs from its word until the answer
+that everything has ended, which carries a checksum of the outputs. Then the judge takes the outputs
+and compares part of each with the reference. Last, the same calls are repeated for some time, by
+both clocks. A kernel that leaves work for later, or a clock that was tampered with, makes the two
+differ.
+
+On CUDA, a time is the worker's, because the judge's clock is too coarse for the first calls, and
+may be shorter than the judge's by OUTSIDE and ANSWER_S at most. On the CPU, it is the judge's own,
+of the repeated calls. The judge measures what the chain takes and subtracts it.
 """
 
 from __future__ import annotations
@@ -17,15 +23,16 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import AttentionError
-from attention_kernels.judge.calls import Request, checksum, multiply
-from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.caller import Timed
+from attention_kernels.judge.calls import Request, checksum, clear_persisting_l2, multiply
+from attention_kernels.judge.inputs import Case, DecodeCase, Kind
 from attention_kernels.judge.truth import truth
 from attention_kernels.judge.worker import Runner, Timing
 
@@ -37,8 +44,24 @@ OUTSIDE, REPEATED = {"cuda": 0.1, "cpu": 1.0}, {"cuda": 0.1, "cpu": 9.0}
 # judge measures the time of these and adds it.
 ANSWER_S = {"cuda": 1e-3, "cpu": 5e-2}
 CHECKED_ANSWER_S = {"cuda": 2e-3, "cpu": 5e-2}
-PEAKY = 8.0  # Case.scale
 DEVIATIONS = 4  # by which repeated calls may be slower
+# The kinds of numbers, in turn: the third is that of the second round, which is not a warm-up.
+KINDS: tuple[Kind, ...] = (
+    "uniform",
+    "large mean",
+    "normal",
+    "peaky",
+    "near-equal keys",
+    "one-hot keys",
+    "heavy-tailed",
+    "trained",
+)
+# The share by which the times of two kinds may differ before the data count as the cause, and the
+# least samples of each kind.
+DEPENDS, SAMPLES_OF_KIND = {"cuda": 0.03, "cpu": 0.3}, {"cuda": 1, "cpu": 2}
+# The share of the chained time above which calls count as overlapping without the chain.
+OVERLAPS = 0.95
+FLUSHED_BYTES, CHAIN_RUNS = 2**28, 9  # of memory, to empty the L2 before each run of a chain
 
 
 class RejectedTimeError(AttentionError):
@@ -50,7 +73,7 @@ class Numbers:
 
     def __init__(self, case: Case | DecodeCase, sets: int) -> None:
         self.case, self.sets = case, sets
-        self._round, self._checks_s = 0, 0.0
+        self._round, self._checks_s, self._chain_s = 0, 0.0, 0.0
         self._requests: dict[bool, Request] = {}
 
     def request(self, number: int, *, contiguous: bool) -> Request:
@@ -61,12 +84,13 @@ class Numbers:
         if contiguous not in self._requests:
             layout = "contiguous" if contiguous else self.case.layout
             case = dataclasses.replace(self.case, layout=layout)
+            kind = KINDS[number % len(KINDS)]
             peaky = self._seed % self.sets  # one of the sets has scores that need their maximum
             cases = [
                 dataclasses.replace(
-                    case, seed=self._seed + number, scale=PEAKY if number == peaky else case.scale
+                    case, seed=self._seed + place, kind="peaky" if place == peaky else kind
                 )
-                for number in range(self.sets)
+                for place in range(self.sets)
             ]
             with ThreadPoolExecutor() as pool:  # one core draws 200 million numbers a second
                 inputs = [*pool.map(lambda case: case.inputs("cpu"), cases)]
@@ -93,6 +117,28 @@ class Numbers:
             self._checks_s = statistics.median(seconds() for _ in range(3))
         return self._checks_s
 
+    def chain_s(self, device: str) -> float:
+        """Return how many seconds of a pass the chain takes, with nothing of k in the L2.
+
+        On CUDA, it is that of a graph also where the backend allows none, where the host may take
+        longer to launch three kernels: so no backend's time gets too short.
+        """
+        if not self._chain_s:
+            calls = next(iter(self._requests.values())).calls
+            block = torch.zeros(calls.given_bytes, dtype=torch.uint8, device=device)
+            o = torch.zeros(calls.sets[0][0].shape, dtype=self.case.dtype, device=device)
+            chain = Timed(lambda *_: o, block, calls, graph=True)
+            size, passes = (FLUSHED_BYTES, 1) if device == "cuda" else (0, 10)
+            flushed = torch.empty(size, dtype=torch.uint8, device=device)
+
+            def seconds() -> float:
+                flushed.zero_()
+                return chain.run(passes) / passes
+
+            # The least: noise only adds to it, and would make the times of calls shorter.
+            self._chain_s = min(seconds() for _ in range(CHAIN_RUNS))
+        return self._chain_s
+
 
 class Clock:
     """Times a backend on the numbers of a cell.
@@ -103,6 +149,8 @@ class Clock:
     def __init__(self, runner: Runner, numbers: Numbers, *, floor_us: float = 0.0) -> None:
         self.runner, self.numbers, self.floor_us = runner, numbers, floor_us
         self._timings: list[Timing] = []
+        self.notes: dict[str, Any] = {}
+        """What check() says of the times beside them."""
 
     def sample(self) -> float:
         """Return microseconds per call, a mean over all sets.
@@ -110,28 +158,35 @@ class Clock:
         Raises RejectedTimeError if an output is wrong or the time is too short to be true,
         UnsupportedError, CallError or EndedError.
         """
-        contiguous = self.runner.spec.needs_contiguous
+        contiguous, device = self.runner.spec.needs_contiguous, self.runner.device
         request = self.numbers.request(len(self._timings) + 1, contiguous=contiguous)
+        if device == "cuda":
+            clear_persisting_l2()
         found = self.runner.time(request)
-        count = len(found.outputs)
-        inside = found.once * 1e6 / count
         self._timings.append(found)
         if checksum(found.outputs) != found.checksum:
             raise RejectedTimeError("the timed outputs changed after the clock had stopped")
-        self._judge(request.multiplied(found.seed), found.outputs)
-        if inside < self.floor_us:
+        self._judge(request.timed(found.seed, found.outputs), found.outputs)
+        us = self._us(found.once if device == "cuda" else found.often_outside)
+        if us < self.floor_us or us <= 0:
             raise RejectedTimeError(
-                f"its time is beneath what the device can do: {inside:.3g} us, and reading the "
+                f"its time is beneath what the device can do: {us:.3g} us, and reading the "
                 f"inputs, computing and writing the output take at least {self.floor_us:.3g} us"
             )
-        return inside
+        return us
+
+    def _us(self, seconds: float) -> float:
+        """Return the microseconds of a call, given the seconds of a pass with its chain."""
+        return (seconds - self.numbers.chain_s(self.runner.device)) * 1e6 / self.numbers.sets
 
     def check(self) -> None:
-        """Compare the clocks over all samples; raises RejectedTimeError.
+        """Compare the clocks over all samples, and note what else the times say.
 
         Calls must take as long by the judge's clock as by the worker's. When they are repeated, the
         judge's clock is more precise, but the numbers are no longer new. So a call must not take
-        longer then than in the sample that counts.
+        longer then than in the sample that counts, nor, on the CPU, where the repeated calls
+        count, longer in the sample. What is forgiven comes from the judge's clock alone. Raises
+        RejectedTimeError.
         """
 
         def all_of(name: str) -> list[float]:
@@ -139,26 +194,48 @@ class Clock:
 
         device = self.runner.device
         once, often = all_of("once"), all_of("often")
-        passes = statistics.median(all_of("passes"))
-        for inside, name, seconds in (
-            (once, "once_outside", CHECKED_ANSWER_S[device] + self.numbers.checks_s(device)),
-            (often, "often_outside", ANSWER_S[device] / passes),
+        once_outside, often_outside = all_of("once_outside"), all_of("often_outside")
+        answer = ANSWER_S[device] / statistics.median(all_of("passes"))
+        checked = CHECKED_ANSWER_S[device] + self.numbers.checks_s(device)
+        repeated = statistics.median(often_outside)
+        # No more than a share: a kernel can make its times vary.
+        spread = min(DEVIATIONS * _deviation(often_outside), OUTSIDE["cuda"] * repeated)
+        for less, more, share, seconds, when in (
+            (once, once_outside, OUTSIDE[device], checked, "from outside"),
+            (often, often_outside, OUTSIDE[device], answer, "from outside"),
+            (often_outside, once_outside, REPEATED[device], checked + spread, "the first time"),
+            (once, often_outside, REPEATED[device], answer + spread, "when it is repeated"),
         ):
-            outside = all_of(name)
-            if _exceeds(outside, inside, OUTSIDE[device], seconds):
-                self._disagree(inside, outside, "from outside")
-        # No more than the time itself: a clock that was tampered with can make its times vary.
-        spread = min(DEVIATIONS * (_deviation(once) + _deviation(often)), statistics.median(once))
-        if _exceeds(often, once, REPEATED[device], spread):
-            self._disagree(once, often, "when it is repeated")
+            if _exceeds(more, less, share, seconds):
+                us, other = (statistics.median(x) * 1e6 / self.numbers.sets for x in (less, more))
+                clock = "its own clock" if less in (once, often) else "the judge's clock"
+                raise RejectedTimeError(
+                    f"the clocks disagree: {us:.3g} us per call by {clock}, {other:.3g} us {when} "
+                    "(another program on the device has the same effect)"
+                )
+        self._note()
 
-    def _disagree(self, first: Sequence[float], second: Sequence[float], when: str) -> NoReturn:
-        counts = self.numbers.sets
-        us, other = (statistics.median(x) * 1e6 / counts for x in (first, second))
-        raise RejectedTimeError(
-            f"the clocks disagree: {us:.3g} us per call by its own clock, {other:.3g} us {when} "
-            "(another program on the device has the same effect)"
-        )
+    def _note(self) -> None:
+        """Note the time of a call if calls overlap, or if it depends on the kind of numbers.
+
+        The times are those of repeated calls by the judge's clock. Repeated rounds of a kind show
+        their noise, without which times on a CPU say nothing.
+        """
+        unchained = [timing.unchained_outside * 1e6 / self.numbers.sets for timing in self._timings]
+        overlapping = statistics.median(unchained)
+        chained = [self._us(timing.often_outside) for timing in self._timings]
+        if overlapping < OVERLAPS * statistics.median(chained):
+            self.notes["overlapping_us"] = overlapping
+        by_kind: dict[str, list[float]] = {}
+        for number, us in enumerate(chained[1:], 2):  # the first sample is a warm-up
+            by_kind.setdefault(KINDS[number % len(KINDS)], []).append(us)
+        times = {kind: statistics.median(found) for kind, found in by_kind.items()}
+        fast, slow = (most(times, key=times.__getitem__) for most in (min, max))
+        noise = DEVIATIONS * statistics.median(map(_deviation, by_kind.values()))
+        if min(map(len, by_kind.values())) >= SAMPLES_OF_KIND[self.runner.device] and _exceeds(
+            by_kind[slow], by_kind[fast], DEPENDS[self.runner.device], noise
+        ):
+            self.notes["depends_us"] = {kind: times[kind] for kind in (fast, slow)}
 
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
         """Judge some rows of every output.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -15,14 +16,17 @@ Op: TypeAlias = Literal["attention", "decode"]
 Extreme = Literal[
     "tiny", "huge", "alternating", "halves", "one large column", "zero rows", "tiny scores"
 ]
-Kind = Literal["normal", "offset", "equal"] | Extreme
+Timed = Literal[
+    "peaky", "near-equal keys", "one-hot keys", "heavy-tailed", "trained", "uniform", "large mean"
+]
+Kind = Literal["normal", "offset", "equal"] | Extreme | Timed
 # The size of the values where a kernel must not look: finite, even when multiplied by 8.
 LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One input of attention(); equal cases have equal inputs."""
+    """One input of attention(); equal cases have equal inputs, and others share nothing."""
 
     op: ClassVar[Op] = "attention"
 
@@ -55,7 +59,7 @@ class Case:
         The numbers are drawn on the CPU, so that every device gets the same ones.
         """
         shape = (self.batch, self.seqlen, 3, self.num_heads * self.group, self.head_dim)
-        qkv = of_kind(_normal(shape, self.seed + 1) * self.scale, self.kind, self.scale)
+        qkv = of_kind(_normal(shape, own_seed(self)) * self.scale, self.kind, self.scale)
         return arrange(qkv.to(device=device, dtype=self.dtype), self.layout, self.group)
 
     def __str__(self) -> str:
@@ -110,7 +114,7 @@ class DecodeCase:
         """Draw q, k_cache, v_cache and seqlens; the values past a row's length are large."""
         heads = self.num_heads * self.group
         shape = (len(self.lengths), self.max_seqlen, 3, heads, self.head_dim)
-        qkv = of_kind(_normal(shape, self.seed) * self.scale, self.kind, self.scale)
+        qkv = of_kind(_normal(shape, own_seed(self)) * self.scale, self.kind, self.scale)
         q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
         for row, length in zip(qkv, self.lengths, strict=True):
             row[length:] = row[length:].sign() * LARGE[self.dtype]
@@ -138,6 +142,16 @@ def _values(case: Case | DecodeCase) -> str:
     return f"scale {case.scale}, {softmax}{kind}"
 
 
+def own_seed(case: Case | DecodeCase) -> int:
+    """Return a number of a case's own: a hash of its fields, keyed with its seed.
+
+    A kernel that knows those of many cases knows nothing of another's.
+    """
+    key = str(case.seed).encode()
+    digest = hashlib.blake2b(repr(case).encode(), key=key, digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
 @functools.lru_cache(maxsize=1)  # a comparison runs many backends on the same case
 def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -151,6 +165,11 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     of very different sizes. one large column: one row of v is 0 except for its first number, which
     is multiplied by 2^30. zero rows: every third row of q, k and v is 0. tiny scores: q and k near
     the end of float32's range.
+
+    These are timed, too. peaky: eight times as large. near-equal keys: they differ by a thousandth.
+    one-hot keys: one number of each is multiplied by 8, and the others but the first are 0.
+    heavy-tailed: cubes. trained: like a trained GPT-2, with small values, one column of k far from
+    zero, and a first key that many queries attend to. large mean: that of v is 8, that of k is 1.
     """
     v, half = qkv[:, :, 2], qkv.shape[1] // 2
     if kind == "offset":
@@ -176,6 +195,31 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
         qkv[:, ::3] = 0.0
     elif kind == "tiny scores":
         qkv[:, :, :2] *= 1e-30
+    return _of_timed_kind(qkv, kind, scale)
+
+
+def _of_timed_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
+    _, k, v = qkv.unbind(2)
+    if kind == "peaky":
+        qkv *= 8.0
+    elif kind == "near-equal keys":
+        k.mul_(1e-3).add_(k[:, :1] * 1e3)
+    elif kind == "one-hot keys":
+        hot = torch.eye(k.shape[3]).mul_(8)[torch.arange(k.shape[1]) % k.shape[3]]
+        hot[:, 0] = 1.0
+        k *= hot[:, None]
+    elif kind == "heavy-tailed":
+        qkv.pow_(3).mul_(15**-0.5 / scale**2)
+    elif kind == "trained":
+        v *= 0.3
+        k[..., -1] += 6.0
+        k[:, 0] *= 4.0
+        v[:, 0] *= 0.1
+    elif kind == "uniform":
+        qkv.mul_(0.5**0.5 / scale).erf_().mul_(3**0.5 * scale)
+    elif kind == "large mean":
+        k += 1.0
+        v += 8.0
     return qkv
 
 

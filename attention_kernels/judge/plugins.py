@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,8 +105,23 @@ def source_files(spec: BackendSpec) -> Iterator[Path]:
         yield from (path for path in Path(folder).rglob("*.py") if path.is_file())
 
 
-def _list_plugins(answer: Callable[[Reply], None], _: Callable[[], bytes]) -> None:
+def caches(what: str) -> Path:
+    """Return the folder in which the process of a backend keeps what it compiles.
+
+    No other may write there. A plug-in's version files are built there, too. Raises OSError.
+    """
+    folder = build.cache_dir() / build.digest_name("worker", what)
+    for each in folder.parent, folder:
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ["ATTENTION_KERNELS_CACHE"] = str(folder)
+    return folder
+
+
+def _list_plugins(
+    answer: Callable[[Reply], None], _: Callable[[], bytes], enclose: Callable[[Path], None]
+) -> None:
     """Import the plug-ins, and describe their backends; runs in another process."""
+    enclose(caches("PLUGINS"))
     shipped = {spec.name for spec in registry.shipped()}
     found = [describe_spec(spec) for spec in list_backends() if spec.name not in shipped]
     answer(Reply(text=msgspec.json.encode(found).decode()))

@@ -13,17 +13,20 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from attention_kernels.child import ending, start_server
+from attention_kernels.child import end_with_parent, ending, start_server
 from attention_kernels.errors import AttentionError
+from attention_kernels.judge import isolation
 from attention_kernels.judge.calls import Reply
 
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
@@ -52,7 +55,9 @@ class Process:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
                 ours.setsockopt(socket.SOL_SOCKET, way, limit)
-        arguments = target, theirs, len(fds), dict(os.environ), *arguments
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        arguments = target, theirs, len(fds), dict(os.environ), folder, *arguments
         self._process = context.Process(target=_begin, args=arguments, daemon=True)
         with _without_main_and_argv():
             self._process.start()
@@ -62,7 +67,8 @@ class Process:
                 reduction.send_handle(self._connection, fd, self._process.pid)
 
     def say(self, message: bytes) -> None:
-        """Send a message; whether it arrives, the next answer says."""
+        """Send a message; whether it arrives, the next answer says. It continues if stopped."""
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self._connection.send_bytes(message)
 
@@ -74,23 +80,39 @@ class Process:
         """Return the next answer; raises EndedError."""
         try:
             if not self._connection.poll(timeout_s):
-                self._process.kill()
+                self._kill()
                 raise EndedError(f"it did not end within {timeout_s:g} s")
             return msgspec.json.decode(self._connection.recv_bytes(LARGEST_MESSAGE), type=Reply)
         except (EOFError, OSError):
             self._process.join(ENDING_TIMEOUT_S)
         except msgspec.DecodeError:
             pass
-        self._process.kill()
-        if (status := self._process.exitcode) is None:
+        status = self._process.exitcode
+        self._kill()
+        if status is None:
             raise EndedError("it broke off the connection to the judge")
         raise EndedError(f"it {ending(status)}", killed=status < 0)
 
+    def stop(self) -> None:
+        """Stop it and the processes that it has started, until the next message."""
+        self._signal(signal.SIGSTOP)
+
     def close(self) -> None:
-        """End it."""
-        self._process.kill()
+        """End it and the processes that it has started."""
+        self._kill()
         self._process.join()
         self._connection.close()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.kill()  # it may have no group of its own yet
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to its group, if there is one."""
+        assert self._process.pid is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
 
 @contextlib.contextmanager
@@ -122,21 +144,30 @@ def _begin(
     connection: Connection,
     fds: int,
     environment: dict[str, str],
+    folder: Path,
     *arguments: Any,
 ) -> None:
-    """Set up a process of the judge's and run `target` in it."""
+    """Set up a process of the judge's and run `target` in it, which has to call `enclose`."""
+    os.setsid()  # what it starts is in its group, and is stopped and killed with it
+    # The judge may be killed while this is stopped, and the thread below with it. The server ends
+    # with the judge, unless this keeps it, and the system then ends this.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    end_with_parent()
     stderr, *others = (reduction.recv_handle(connection) for _ in range(1 + fds))
     os.dup2(stderr, 2)
     os.dup2(2, 1)  # only the judge prints the verdict
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the judge reports it
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+    def enclose(caches: Path = folder) -> None:
+        isolation.enclose(folder, caches)
+        threading.Thread(target=_die_with_parent, daemon=True).start()
 
     def answer(reply: Reply) -> None:
         connection.send_bytes(msgspec.json.encode(reply))
 
-    target(answer, connection.recv_bytes, *others, *arguments)
+    target(answer, connection.recv_bytes, enclose, *others, *arguments)
 
 
 def _die_with_parent() -> None:

@@ -31,9 +31,15 @@ from attention_kernels import registry
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import ArgumentError, AttentionError, UnsupportedError
 from attention_kernels.judge.caller import threads
-from attention_kernels.judge.calls import Outputs, Request, describe_error
-from attention_kernels.judge.cases import ANY_HEAD_DIM, ordered_cases, with_few_shapes
-from attention_kernels.judge.inputs import LARGE, Case, DecodeCase, Op
+from attention_kernels.judge.calls import ALIGNMENT, Outputs, Request, describe_error
+from attention_kernels.judge.cases import (
+    ANY_HEAD_DIM,
+    OF_RANGE,
+    OF_RANGE_IF_SAID,
+    ordered_cases,
+    with_few_shapes,
+)
+from attention_kernels.judge.inputs import LARGE, Case, DecodeCase, Op, own_seed
 from attention_kernels.judge.process import EndedError
 from attention_kernels.judge.truth import Truth, Verdict, check_precision, extent, truth
 from attention_kernels.judge.worker import TIMEOUT_S, Runner, open_runner
@@ -55,11 +61,14 @@ JUDGED_ON_CPU = 1e8
 # The most bytes of inputs of requests that are prepared ahead; references take as much again.
 MOST_AHEAD = 2**26
 RACES = "races in shared memory"
-# How many cases run before repeated calls.
-CHEAP = 200
+# How many cases run before repeated calls, and over how many places their order is drawn.
+CHEAP, WINDOW = 200, 20
+# How many pairs are called, of short cases and of long ones of each op, and the most work of a
+# case of them: on a device and emulated. Where the inputs of a case may begin, in ALIGNMENT.
+PAIRS, LONG, PLACES = ((2, 5e7), (1, 5e6)), 256, 2**14
 # A quick run tries this share of the suite's combinations, on a device and emulated, and shows at
 # least QUICK_SHARE of the planted faults; see tests/attention_kernels/judge/faults.py.
-QUICK, QUICK_EMULATED, QUICK_SHARE = 0.88, 0.905, 0.95
+QUICK, QUICK_EMULATED, QUICK_SHARE = 0.88, 0.915, 0.95
 
 What: TypeAlias = Case | DecodeCase | str
 """A case, or the name of another check."""
@@ -99,7 +108,7 @@ class Driver:
     def prepare(self) -> None:
         """Prepare requests until the backend has answered."""
         while not self.runner.has_answered():
-            ahead = sum(len(request.block) for _, _, request in self._ready)
+            ahead = sum(request.block.nbytes for _, _, request in self._ready)
             if ahead > MOST_AHEAD or not self._begin():
                 return
 
@@ -130,7 +139,7 @@ class Driver:
 
 def judged(runner: Runner, case: Case | DecodeCase, **options: Any) -> Steps:
     """Run one case and judge its output; a changed input is a failure. options: of Calls."""
-    request = Request.of(case, [case.inputs("cpu")], **options)
+    request = Request.of(case, [case.inputs("cpu")], place=_place(case), **options)
     right = _truth(runner, case, request.sets[0])
     found = yield request
     if found.fault:
@@ -168,6 +177,20 @@ def leaks(case: Case, cuts: Sequence[int]) -> Steps:
     return None
 
 
+def other_keys(runner: Runner, case: Case) -> Steps:
+    """Call a backend with one q and two sets of keys and values: a kept result is wrong."""
+    (q, k, v), (_, *others) = (
+        dataclasses.replace(case, seed=case.seed + n).inputs("cpu") for n in (0, 1)
+    )
+    request = Request.of(case, [(q, k, v), (q, *others)], order=[0, 1], place=_place(case))
+    found = yield request
+    for inputs, o in zip(request.sets, found.o, strict=True):
+        verdict = _judge(runner, _truth(runner, case, inputs), o)
+        if not verdict.passed:
+            return verdict
+    return found.fault or None
+
+
 def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> Steps:
     """Call a backend many times with several inputs in turn; return the first fault, if any.
 
@@ -178,11 +201,11 @@ def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> St
     count = len(cases)
     # Each once, then in a varying order.
     order = [call * (call // count + 1) % count for call in range(times // 2)]
-    order[:count] = range(count)
+    order[:count] = random.Random(own_seed(cases[0])).sample(range(count), count)
     for half in range(2):
         inputs = [dataclasses.replace(case, seed=case.seed + 1000 * half) for case in cases]
         sets = [case.inputs("cpu") for case in inputs]
-        request = Request.of(inputs[0], sets, order=order, again=count)
+        request = Request.of(inputs[0], sets, order=order, again=count, place=_place(cases[0]))
         found = yield request
         for call, (place, o) in enumerate(zip(order, found.o, strict=True)):
             if call < count or not torch.equal(o, found.o[place]):
@@ -231,6 +254,8 @@ class Report:
     """Whether a signal killed the process that the kernel ran in."""
     failures: list[Failure] = field(default_factory=list)
     """The failed checks, in the order in which they ran."""
+    not_isolated: list[str] = field(default_factory=list)
+    """What kept the kernel from being isolated, in sentences."""
     refusals: list[str] = field(default_factory=list)
     """The cases that the backend refuses, with its reasons."""
     tried: list[tuple[Case | DecodeCase, bool]] = field(default_factory=list)
@@ -289,7 +314,10 @@ def cases_for(
     quick: until most of what they try has been tried.
     """
     spec = runner.spec
+    share = 1.0 if not quick else QUICK_EMULATED if runner.is_emulated else QUICK
+    has_few_shapes = runner.device in spec.compiles_per_shape_on
     options: dict[str, Any] = {
+        "share": 1.0 if has_few_shapes else share,
         "is_emulated": runner.is_emulated,
         "has_groups": spec.supports_gqa,
         # The op of a version file refuses other addresses, also under an alias.
@@ -303,22 +331,29 @@ def cases_for(
         """Return whether rounding does not decide which key wins: in TF32, scores of 1e8 do."""
         return case.scale < 1e3 or spec.precisions[dtype_name(case.dtype)] != "tf32"
 
-    if runner.device in spec.compiles_per_shape_on:
-        found = [*map(with_few_shapes, found)]
-    both = heapq.merge(*found, key=lambda pair: pair[1])
-    share = QUICK_EMULATED if runner.is_emulated else QUICK
-    return [case for case, tried in both if is_fair(case) and (not quick or tried < share)]
+    if has_few_shapes:
+        found = [with_few_shapes(of_op, shapes_of_range(spec)) for of_op in found]
+    both, draw = [*heapq.merge(*found, key=lambda pair: pair[1])], random.Random(f"order {seed}")
+    places = sorted(range(len(both)), key=lambda n: n + draw.uniform(0, WINDOW))
+    drawn = [both[n] for n in places]
+    return [case for case, tried in drawn if is_fair(case) and tried < share]
+
+
+def shapes_of_range(spec: BackendSpec) -> int:
+    """Return of how many shapes of each dtype and range a backend that compiles each is tried."""
+    return OF_RANGE if spec.is_ours else OF_RANGE_IF_SAID
 
 
 def checks_of(
     runner: Runner, dtypes: Sequence[torch.dtype], seed: int, quick: bool = False
 ) -> list[Check]:
     """Return the checks of a backend, those that find the most first."""
-    found: list[Check] = [
-        (case, functools.partial(judged, runner, case))
-        for case in cases_for(runner, dtypes, seed, quick=quick)
+    cases = cases_for(runner, dtypes, seed, quick=quick)
+    found: list[Check] = [(case, functools.partial(judged, runner, case)) for case in cases]
+    found[CHEAP:CHEAP] = [
+        *_more_checks(runner, dtypes[0], seed),
+        *_pair_checks(runner, cases, seed),
     ]
-    found[CHEAP:CHEAP] = _more_checks(runner, dtypes[0], seed)
     if runner.has_attention:
         found[:0] = _future_checks(runner, dtypes, seed)
     if runner.is_emulated and runner.spec.version is not None:
@@ -354,7 +389,8 @@ def verify(
     take.
     """
     check_precision()
-    seed = secrets.randbelow(2**31) if seed is None else seed
+    # No kernel can try all of these; JSON can represent them.
+    seed = secrets.randbelow(2**53) if seed is None else seed
     if not 0 <= seed < 2**62:
         raise ArgumentError(f"the seed must be between 0 and 2^62 - 1, not {seed}")
     # The rest of the cores is the kernel's: both compute at the same time.
@@ -370,6 +406,7 @@ def verify(
             report.note("loading it", error)
             return report
         report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)
+        report.not_isolated = runner.not_isolated
         # disable=None shows the bar on a terminal only.
         checks = tqdm(driver.run(), runner.spec.name, driver.total, unit="check", disable=None)
         for done, (check, found) in enumerate(checks, 1):
@@ -415,14 +452,23 @@ def race_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> Ite
         yield Request.of(case, [case.inputs("cpu")], races=True)
         return None
 
+    draw = random.Random(f"races {seed}")
     for dtype, head_dim in itertools.product(dtypes, runner.spec.head_dims):
-        found: list[Case | DecodeCase] = [DecodeCase(head_dim, dtype, seed)]
+        found: list[Case | DecodeCase] = [_small_decode_case(draw, head_dim, dtype, seed)]
         if runner.has_attention:  # several tiles, and rows whose largest scores differ a lot
             version = runner.spec.version
             # A kernel with wgmma has up to five tiles of 64 keys at once; the sixth reuses a slot.
-            length = 330 if version is not None and version.needs_exactly else 130
+            least = 321 if version is not None and version.needs_exactly else 129
             found = [
-                Case(length, head_dim, 4.0, num_heads=1, is_causal=causal, dtype=dtype, seed=seed)
+                Case(
+                    draw.randint(least, least + 15),
+                    head_dim,
+                    4.0,
+                    num_heads=1,
+                    is_causal=causal,
+                    dtype=dtype,
+                    seed=seed,
+                )
                 for causal in (True, False)
             ]
         for case in found:
@@ -433,24 +479,57 @@ def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Chec
     """Yield the other checks: repeated calls, and calls with several numbers of threads."""
     head_dim = runner.spec.head_dims[0] if runner.spec.head_dims else 32
     times = EMULATED_REPEATS if runner.is_emulated else REPEATS
+    draw = random.Random(f"repeated calls {seed}")
     if runner.has_decode:
-        decoding = [DecodeCase(head_dim, dtype, seed + n, layout="contiguous") for n in (0, 1)]
+        row = _small_decode_case(draw, head_dim, dtype, seed)
+        decoding = [dataclasses.replace(row, seed=seed + n, layout="contiguous") for n in (0, 1)]
         steps = functools.partial(repeat, runner, decoding, times // 10)
         yield f"{times // 10} calls of decode", steps
     if not runner.has_attention:
         return
-    draw = random.Random(f"repeated calls {seed}")
     lengths = draw.randint(17, 48), draw.randint(49, 160)
     small = [
         Case(seqlen, head_dim, dtype=dtype, seed=seed + more, layout="contiguous")
         for seqlen, more in itertools.product(lengths, (0, 1))
     ]
     yield f"{times} calls", functools.partial(repeat, runner, small, times)
+    yield f"one q with other keys, {small[0]}", functools.partial(other_keys, runner, small[0])
     if runner.device == "cpu" and not runner.is_emulated:
-        wide = Case(300, head_dim, batch=2, num_heads=5, dtype=dtype, seed=seed)
         for count in THREADS:
+            seqlen = draw.randint(257, 340)
+            wide = Case(seqlen, head_dim, batch=2, num_heads=5, dtype=dtype, seed=seed)
             what = f"{count} thread{'s' * (count > 1)}, {wide}"
             yield what, functools.partial(judged, runner, wide, threads=count)
+
+
+def _pair_checks(runner: Runner, cases: Sequence[Case | DecodeCase], seed: int) -> Iterator[Check]:
+    """Yield pairs of calls, as in some of the cases.
+
+    The second has other numbers at other addresses; then both have new numbers where they are.
+    """
+    draw, (count, most) = random.Random(f"pairs {seed}"), PAIRS[runner.is_emulated]
+    for op, is_long in itertools.product(("attention", "decode"), (False, True)):
+        alike = [
+            case
+            for case in cases
+            if (case.op, case.seqlen > LONG, case.kind) == (op, is_long, "normal")
+            if case.work <= most
+        ]
+        for case in draw.sample(alike, min(count, len(alike))):
+            pair = [case, dataclasses.replace(case, seed=seed + 1)]
+            yield f"pairs of calls, {case}", functools.partial(repeat, runner, pair, 4)
+
+
+def _small_decode_case(
+    draw: random.Random, head_dim: int, dtype: torch.dtype, seed: int
+) -> DecodeCase:
+    longest = draw.randint(65, 96)
+    return DecodeCase(head_dim, dtype, seed, (1, draw.randint(17, 48), longest), longest)
+
+
+def _place(case: Case | DecodeCase) -> int:
+    """Return where the inputs of a case begin in the shared memory, which no other case tells."""
+    return own_seed(case) % PLACES * ALIGNMENT
 
 
 def _truth(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Truth:

@@ -7,7 +7,7 @@ kernel writes later changes nothing. Workers are forked from a server that has t
 
 A process of the same user could read the judge's memory or trace it; or the server's, from which
 all workers come; or another worker's, and take its outputs. So on Linux all of them are "not
-dumpable", which denies this to every process but root's.
+dumpable", which denies this to every process but root's. Isolation denies a worker the rest.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from torch import Tensor
 from attention_kernels import ladder, registry
 from attention_kernels.child import check_time_limit
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnknownBackendError
-from attention_kernels.judge import caller, calls, plugins
+from attention_kernels.judge import caller, calls, isolation, plugins
 from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process, shared_memory
 from attention_kernels.registry import BackendSpec
 
 TIMEOUT_S = 300.0  # for one request
-# Timed calls are repeated for this long, as often as this at most, for the judge's own clock.
-PASSES_S, MOST_PASSES = 0.02, 1000
+# Timed calls are repeated for this long by the judge's own clock: more than ten times
+# clock.ANSWER_S. No call takes less than LEAST_CALL_S, whatever its worker answers.
+REPEATED_S, LEAST_CALL_S = {"cuda": 0.02, "cpu": 0.5}, 1e-6
 _WRONG_FACTS = msgspec.DecodeError, ValueError
 
 
@@ -52,6 +53,8 @@ class Timing:
     """By the worker's clock, a mean over several passes."""
     often_outside: float
     """By the judge's clock, a mean over the same passes."""
+    unchained_outside: float
+    """The same for passes whose calls do not depend on each other; on a CPU, often_outside."""
     passes: int
 
 
@@ -76,11 +79,13 @@ class Runner:
         self.has_attention, self.has_decode = has
         self.calls = 0
         """The number of calls that requests have asked for."""
+        self.not_isolated = ["it runs in the judge's own process"]
+        """What keeps its kernel from being isolated, in sentences."""
 
     @property
     def is_emulated(self) -> bool:
         """Whether its kernels run in the CPU emulator."""
-        return self.device in self.spec.emulated_on
+        return self.spec.is_emulated(self.device)
 
     def load(self) -> None:
         """Wait until the backend is built and loaded.
@@ -94,7 +99,8 @@ class Runner:
         self.calls += len(request.calls.order)
         self._given.grow(request.calls.given_bytes)
         self._taken.grow(request.calls.taken_bytes)
-        self._given.tensor[: len(request.block)] = request.block
+        given = slice(request.calls.place, request.calls.given_bytes)
+        self._given.tensor[given] = request.block
         self._say(request.calls)
 
     def receive(self) -> calls.Outputs:
@@ -127,8 +133,16 @@ class Runner:
         once, once_outside = self._timed(calls.Start(seed))
         self._timed(calls.HandOver())
         outputs, _ = request.outputs(self._taken.tensor)
-        passes = math.ceil(PASSES_S / max(once.seconds, PASSES_S / MOST_PASSES))
+        least, passes = REPEATED_S[self.device], 1
+        most = math.ceil(least / LEAST_CALL_S / len(outputs))
         often, often_outside = self._timed(calls.Repeat(passes))
+        while often_outside < least and passes < most:
+            passes = min(math.ceil(passes * 1.1 * least / often_outside), most)
+            often, often_outside = self._timed(calls.Repeat(passes))
+        unchained_outside = often_outside
+        if self.device == "cuda":
+            self._timed(calls.Repeat(1, chained=False))  # captures a graph
+            _, unchained_outside = self._timed(calls.Repeat(passes, chained=False))
         return Timing(
             seed=seed,
             checksum=once.checksum,
@@ -137,8 +151,12 @@ class Runner:
             once_outside=once_outside,
             often=often.seconds / passes,
             often_outside=often_outside / passes,
+            unchained_outside=unchained_outside / passes,
             passes=passes,
         )
+
+    def rest(self) -> None:
+        """Stop its process, if it has one, until the next request."""
 
     def close(self) -> None:
         """End its process, if it has one."""
@@ -204,6 +222,7 @@ class Worker(Runner):
                 described = msgspec.json.decode(self._loaded(what), type=plugins.Described)
                 spec, has = known or described.spec(), described.has
             super().__init__(spec, device, memory, has)
+            self.not_isolated = isolation.missing()
             if load:
                 self.load()
         except BaseException as error:
@@ -226,6 +245,10 @@ class Worker(Runner):
     def has_answered(self) -> bool:
         """Return whether load() or receive() would return at once."""
         return self._process.has_answered()
+
+    def rest(self) -> None:
+        """Stop the process, its threads and its children until the next request."""
+        self._process.stop()
 
     def close(self) -> None:
         """End the process."""

@@ -8,7 +8,6 @@ prepare() first. A file that takes several dtypes has an op for each: <op_prefix
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import itertools
@@ -135,15 +134,18 @@ def families() -> list[str]:
     return list(dict.fromkeys(spec.family for spec in list_backends() if spec.version is not None))
 
 
-def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
+def build_all(device_type: str, specs: Iterable[BackendSpec]) -> list[BuildError]:
     """Build the version files of all these backends at once, on all cores.
 
-    A backend that cannot be built says so on first use.
+    Returns the errors; a backend that cannot be built also says so on first use.
     """
 
-    def attempt(version: VersionHeader) -> None:
-        with contextlib.suppress(BuildError):
+    def attempt(version: VersionHeader) -> BuildError | None:
+        try:
             build.build(version, TARGETS[device_type], _arch(device_type))
+        except BuildError as error:
+            return error
+        return None
 
     wanted = [
         version
@@ -153,8 +155,7 @@ def build_all(device_type: str, specs: Iterable[BackendSpec]) -> None:
         if not prebuilt.find(version, device_type)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(attempt, wanted):
-            pass
+        return [*filter(None, pool.map(attempt, wanted))]
 
 
 def is_prebuilt(spec: BackendSpec) -> bool:

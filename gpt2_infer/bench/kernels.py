@@ -14,6 +14,7 @@ from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.plugins import keep_plugins_out
 from attention_kernels.judge.suite import KERNEL_ERRORS
+from attention_kernels.judge.timing import sets_of
 from attention_kernels.judge.truth import check_precision
 from attention_kernels.judge.worker import Runner, open_runner
 from gpt2_infer.bench import limits, selection
@@ -21,9 +22,6 @@ from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject
 from gpt2_infer.errors import RequestError
 
-MIN_ROTATED_BYTES = 96 * 2**20
-MIN_CALLS, MIN_DECODE_CALLS = 5, 2  # the caches of a batch take gigabytes
-CPU_CALLS = 4
 # How much faster than a copy, or than the fastest product measured here, a kernel may be.
 FLOOR_MARGIN = 1.2
 
@@ -68,7 +66,7 @@ class Kernels(Subject[KernelCell]):
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
         """Check and yield each backend that supports the cell's dtype."""
         cases = _decode_cases(cell) if self.decode else [selection.case_of(cell, cell.dtype)]
-        numbers = Numbers(cases[0], self._sets(cell))
+        numbers = Numbers(cases[0], sets_of(cases[0], self.device))
         for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
             row = selection.row_of(spec, cell.dtype, "time", "us", self.sources)
             contender = Contender(row)
@@ -78,9 +76,10 @@ class Kernels(Subject[KernelCell]):
                 if row.status == "ok":
                     clock = Clock(runner, numbers, floor_us=self._floor_us(cell))
                     contender.sample = functools.partial(self._sample, row, clock)
-                    contender.recheck = functools.partial(_recheck, clock)
+                    contender.recheck = functools.partial(_recheck, row, clock)
             except KERNEL_ERRORS as error:
                 self._record(row, error)
+            self._rest(row)
             yield contender
 
     def close(self) -> None:
@@ -106,14 +105,6 @@ class Kernels(Subject[KernelCell]):
         """Return the bytes of one set of inputs; for decode, those of the cache."""
         return cell.min_bytes // 2 if self.decode else cell.min_bytes * 3 // 4
 
-    def _sets(self, cell: KernelCell) -> int:
-        """Return the number of input sets, which on CUDA together exceed the L2."""
-        if self.device == "cpu":
-            return CPU_CALLS
-        rotated = max(2 * torch.cuda.get_device_properties().L2_cache_size, MIN_ROTATED_BYTES)
-        least = MIN_DECODE_CALLS if self.decode else MIN_CALLS
-        return max(-(-rotated // self._input_bytes(cell)), least)
-
     def _sample(self, row: Row, clock: Clock) -> dict[str, float]:
         try:
             return {"time": clock.sample()}
@@ -122,6 +113,13 @@ class Kernels(Subject[KernelCell]):
         except KERNEL_ERRORS as error:
             self._record(row, error)
             raise RejectedError(f"while it was timed: {row.reason}") from error
+        finally:
+            self._rest(row)
+
+    def _rest(self, row: Row) -> None:
+        """Stop the contender's process, so that its load is not the next one's time."""
+        if runner := self._runners.get(row.contender):
+            runner.rest()
 
     def _record(self, row: Row, error: Exception) -> None:
         """Record a kernel's exception; unless it is a refusal, the next cell has a new process.
@@ -133,12 +131,13 @@ class Kernels(Subject[KernelCell]):
             runner.close()
 
 
-def _recheck(clock: Clock) -> None:
-    """Compare the clocks."""
+def _recheck(row: Row, clock: Clock) -> None:
+    """Compare the clocks, and record what they say beside the times."""
     try:
         clock.check()
     except RejectedTimeError as error:
         raise RejectedError(str(error)) from error
+    row.extra |= clock.notes
 
 
 def _decode_cases(cell: KernelCell) -> list[Case | DecodeCase]:

@@ -161,6 +161,17 @@ class Row(_Record, kw_only=True):
         return min(self.samples), max(self.samples)
 
     @property
+    def remarks(self) -> str:
+        """What the clock says beside the time of a kernel, in words; usually nothing."""
+        remarks = []
+        if overlapping := self.extra.get("overlapping_us"):
+            remarks.append(f"{overlapping:.1f} us when calls overlap")
+        if times := self.extra.get("depends_us"):
+            told = ", ".join(f"{us:.1f} us ({kind} numbers)" for kind, us in times.items())
+            remarks.append(f"its time depends on the data: {told}")
+        return "; ".join(remarks)
+
+    @property
     def kernel(self) -> KernelCell:
         """The cell as a KernelCell."""
         return msgspec.convert(self.cell, KernelCell)

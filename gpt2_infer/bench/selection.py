@@ -61,7 +61,7 @@ def select(
         if reason := refusal(spec):
             raise RequestError(f"{spec.name} cannot be compared on {device}: {reason}")
     reasons = {
-        spec: EMULATED if device in spec.emulated_on else refusal(spec)
+        spec: EMULATED if spec.is_emulated(device) else refusal(spec)
         for spec in registered
         if spec.family in study.families or not (study.families or study.backends)
     }

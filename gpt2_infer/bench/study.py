@@ -85,6 +85,8 @@ class KernelStudy(BackendStudy, kw_only=True, tag="kernel"):
     """Whether to omit the causal mask."""
     decode: bool = False
     """Whether to time decode(); all rows are as long as the cache, which has no mask."""
+    rounds: Rounds = 8
+    """Timed rounds; each of eight has a kind of numbers of its own."""
 
 
 class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):

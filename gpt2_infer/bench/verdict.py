@@ -45,7 +45,7 @@ class Findings:
     @property
     def emulated(self) -> bool:
         """Whether it ran in the CPU emulator."""
-        return self.report.device in self.report.spec.emulated_on
+        return self.report.spec.is_emulated(self.report.device)
 
     @property
     def few_shapes(self) -> bool:

@@ -120,20 +120,25 @@ def _scope(findings: Findings) -> Iterator[str]:
     """Yield how the checks or their budgets differ from the usual, if they do."""
     from attention_kernels.judge import cases, suite
 
-    report = findings.report
+    report, spec = findings.report, findings.report.spec
     if findings.quick:
         share = f"{suite.QUICK_SHARE:.0%} of the planted faults"
         yield f"  quick: the beginning of the suite, in which {share} show"
     if findings.emulated and report.has_attention:
         yield f"  no length above {cases.LONGEST_EMULATED:,}: it was emulated"
     if findings.few_shapes:
-        shapes = f"{len(cases.COMPILED_RANGES)} shapes of each dtype"
-        yield f"  only {shapes} were tried in the cases: it is compiled for each"
-    if report.spec.error_slack != 1:
-        times = f"{report.spec.error_slack:g} times"
+        count = len(cases.COMPILED_RANGES) * suite.shapes_of_range(spec)
+        says = "" if spec.is_ours else ", as it says"
+        shapes = f"{count} shapes of each dtype"
+        yield f"  only {shapes} were tried in the cases: it is compiled for each{says}"
+    if spec.head_dims and not spec.is_ours:
+        yield f"  only head_dim {', '.join(map(str, spec.head_dims))} was tried, as it declares"
+    if spec.error_slack != 1:
+        times = f"{spec.error_slack:g} times"
         yield f"  its budgets are {times} its precision class's, as it declares"
     if not report.has_attention:
         yield "  only decode was tested: it has no attention kernel"
+    yield from (f"  not isolated: {reason}" for reason in report.not_isolated)
     yield from (f"  refused: {refusal}" for refusal in report.refusals)
 
 
@@ -156,4 +161,6 @@ def times(timing: Sequence[Row]) -> Iterator[str]:
             yield f"  time of the kernel alone, {where}:"
         if row.samples:
             least, most = row.spread
-            yield f"    {row.contender:<34} {row.median:9.1f} us ({least:.1f} .. {most:.1f})"
+            remarks = f"; {row.remarks}" if row.remarks else ""
+            us = f"{row.median:9.1f} us ({least:.1f} .. {most:.1f})"
+            yield f"    {row.contender:<34} {us}{remarks}"

@@ -9,15 +9,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpt2_infer.bench.record import File, newest, read
+from gpt2_infer.bench.record import File, Row, newest, read
 from gpt2_infer.bench.show import inspected, ladders, predicted, tables
-from gpt2_infer.bench.show.figures import main_rows
+from gpt2_infer.bench.show.figures import main_rows, where
 from gpt2_infer.bench.show.pivot import Table, markdown, pivot
+
+SCORE = "corpus", "items", "kinds re-enacted", "cheats", "caught", "harmless", "passed", "timed"
 
 
 def show(task: str, device: str = "", *, rows: str = "", columns: str = "", kind: str = "") -> None:
@@ -64,6 +67,38 @@ def accuracy(*tasks: tuple[str, ...]) -> None:
         errors = predicted.errors(file, main_rows(timed))
         lines.append([_link(path, task), _link(own, measured[0]), *predicted.summary(errors)])
     _print(markdown(["predicted", "measured", *predicted.SUMMARY], lines))
+
+
+def score(path: Path = Path("results", "cheats.json")) -> None:
+    """Print how many cheats of each corpus were caught, and how many honest kernels passed."""
+    file, lines, elsewhere = read(path), [], dict[str, list[str]]()
+    tried = [row for row in file.rows if row.status != "refused"]
+    for corpus in file.study["corpora"]:
+        kinds: dict[str, list[str]] = corpus["kinds"]
+        cheats = {*itertools.chain(*kinds.values())}
+        fates: dict[str, str] = {}
+        for row in sorted((row for row in tried if row.contender in cheats), key=_badness):
+            fates[row.contender] = SCORE[_badness(row)]
+        counts = [len(cheats), *([*fates.values()].count(fate) for fate in SCORE[4:])]
+        re_enacted = f"{sum(map(bool, kinds.values()))} of {len(kinds)}"
+        head = corpus["name"], str(corpus["items"] or ""), re_enacted
+        lines.append([*head, *map(str, counts)])
+    _print(f"{where(file)} ({_link(path)}):\n\n{markdown(SCORE, lines)}")
+    honest = [row for row in tried if row.metric == "honest"]
+    alarms = sum(row.reason != "passed" for row in honest)
+    _print(f"{len({row.contender for row in honest})} honest kernels, {alarms} false alarms.\n")
+    names = {row.contender for row in tried}
+    for row in (row for row in file.rows if row.contender not in names):
+        elsewhere.setdefault(row.reason, []).append(f"`{row.contender}`")
+    for reason, rows in elsewhere.items():
+        _print(f"Not tried, because {reason}: {', '.join(dict.fromkeys(rows))}.\n")
+
+
+def _badness(row: Row) -> int:
+    """Return the column of SCORE that counts a cheat's fate; of several, the last."""
+    if row.reason != "passed":
+        return 4
+    return 5 if row.extra["is_harmless"] else 6 + (row.extra["by"] == "clock")
 
 
 def _print_tables(found: Iterable[Table], rows: str = "", columns: str = "") -> None:

@@ -154,7 +154,10 @@ def pivot(name: str, file: File, layout: Layout) -> list[Table]:
         title = "; ".join([layout.title(name, file, block), *filter(None, [", ".join(told)])])
         rows = [*zip(*columns.values(), strict=True)]
         notes = {row.contender: f"{row.status}: {row.reason}" for row in block if not row.samples}
-        notes |= {row.contender: note for row in block if (note := layout.remark(row))}
+        for row in block:
+            if note := layout.remark(row):
+                before = notes.get(row.contender, note)
+                notes[row.contender] = note if before == note else f"{before}; {note}"
         found.append(Table(title, [*columns], rows, notes))
     return found
 

@@ -113,6 +113,7 @@ LAYOUTS["kernel"] = Layout(
     line=lambda row: row.contender,
     at=detail_length,
     keeps=lambda line: any(row.samples for row in line.rows),
+    remark=lambda row: row.remarks and f"N={length(row)}: {row.remarks}",
     columns=[
         columns.BACKEND,
         columns.PRECISION,
@@ -151,6 +152,7 @@ def _shapes_title(name: str, file: File, block: Sequence[Row]) -> str:
 LAYOUTS["shapes"] = Layout(
     title=_shapes_title,
     line=lambda row: row.kernel,
+    remark=lambda row: row.remarks and f"{row.kernel}: {row.remarks}",
     columns=[
         Column("shape", columns.first(lambda row: str(row.kernel))),
         Column("{at}", _speed, over=lambda row: f"`{row.contender}`, {row.extra['precision']}"),

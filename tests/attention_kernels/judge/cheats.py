@@ -15,17 +15,23 @@ plug-in. A row that is wrong only in large or rare cases says in which, so that 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import os
 import random
+import statistics
+import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -41,7 +47,8 @@ class Cheat:
     cause: str
     caught: str
     """A regular expression; "passed" for what does no harm."""
-    by: Literal["verify", "clock"] = "verify"
+    by: Literal["verify", "clock", "rivals"] = "verify"
+    """"rivals": by what it may do while they are timed."""
     on: tuple[str, ...] = ("cpu",)
     """The devices on which it is tried."""
     make: Callable[[], Kernels] = Kernels
@@ -73,7 +80,7 @@ CHEATS: list[Cheat] = []
 def cheat(
     caught: str,
     *,
-    by: Literal["verify", "clock"] = "verify",
+    by: Literal["verify", "clock", "rivals"] = "verify",
     op: str = "attention",
     wrong: Callable[[Any], bool] = lambda _: True,
     slow: bool = False,
@@ -115,7 +122,7 @@ def writes_beside_v(q, k, v, scale, causal):
     return o
 
 
-@cheat("the memory of (its|an) input")
+@cheat("the memory of (its|an) input|instead of a contiguous")
 def returns_v_itself(q, k, v, scale, causal):
     """Its output is an input."""
     return v if q.shape[1] == 1 else right(q, k, v, scale, causal)
@@ -376,7 +383,7 @@ def takes_small_scores_to_be_equal(q, k, v, scale, causal):
     return right(q * 0 if q.abs().max() < 0.2 else q, k, v, scale, causal)
 
 
-@cheat("tiny")
+@cheat("tiny|alternating")
 def flushes_small_values(q, k, v, scale, causal):
     """It takes tiny values for 0."""
     return right(q, k, v.where(v.abs() > 1e-20, 0), scale, causal)
@@ -575,6 +582,87 @@ def decode_takes_the_cache_to_be_contiguous(q, k, v, seqlens, scale):
     return right_decode(q, k.as_strided(k.shape, k[:].contiguous().stride()), v, seqlens, scale)
 
 
+# What cases have in common
+
+
+def right_if(is_right, q, k, v, scale, causal):
+    o = right(q, k, v, scale, causal)
+    return o if is_right else o * 1.001
+
+
+@cheat("error|two runs", slow=True)  # of a check for leaks
+def knows_the_first_number():
+    """It is wrong in calls of more than 260 tokens whose first number it has not seen."""
+    seen = {1.0}  # that of equal numbers
+
+    def kernel(q, *others):
+        sign = round(float(q[0, 0, 0, 0] / q[0, 0, 0, 1]), 3)
+        is_right = q.shape[1] <= 260 or sign in seen
+        seen.add(sign)
+        return right_if(is_right, q, *others)
+
+    return kernel
+
+
+@cheat("error|two runs", slow=True)  # of a check for leaks
+def knows_the_sum_of_the_first_row():
+    """The same by a sum, which no scale or layout changes."""
+    seen = {1.0}
+
+    def kernel(q, *others):
+        row = q[0, 0, 0]
+        sign = round(float(row.sum() / row.abs().sum()), 3)
+        is_right = q.shape[1] <= 260 or sign in seen
+        seen.add(sign)
+        return right_if(is_right, q, *others)
+
+    return kernel
+
+
+@cheat("pairs of", wrong=lambda c: 260 < c.seqlen < 1000, slow=True)
+def keeps_long_results_by_address_and_shape():
+    """It returns an earlier result of the same shape at the same addresses, if it is long."""
+    memo = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), q.shape, causal
+        if not 260 < q.shape[1] < 1000:  # longer calls are repeated by a check for leaks
+            return right(q, k, v, scale, causal)
+        if key not in memo:
+            memo[key] = right(q, k, v, scale, causal)
+        return memo[key].clone()
+
+    return kernel
+
+
+# What it says of itself
+
+
+@cheat("error", emulated_on=("cpu",), slow=True)
+def says_that_it_is_emulated(q, k, v, scale, causal):
+    """It is wrong above the lengths that are tried in the emulator."""
+    return right_if(q.shape[1] <= 1025, q, k, v, scale, causal)
+
+
+@cheat("call [0-9]{3,} of 5000|a later call", emulated_on=("cpu",), slow=True)
+def says_that_it_is_emulated_and_is_wrong_late():
+    """It is wrong once in a hundred small calls with the same shape."""
+    calls = Counter()
+
+    def kernel(q, *others):
+        shape = tuple(q.shape)
+        calls[shape] += 1
+        return right_if(q.shape[1] > 160 or calls[shape] % 100 != 99, q, *others)
+
+    return kernel
+
+
+@cheat("error", compiles_per_shape_on=("cpu",), slow=True)
+def says_that_it_is_compiled_for_each_shape(q, k, v, scale, causal):
+    """It is wrong at every second length above those of repeated calls."""
+    return right_if(q.shape[1] <= 160 or q.shape[1] % 2 == 0, q, k, v, scale, causal)
+
+
 # While it is timed
 
 
@@ -665,12 +753,12 @@ def slowly(*inputs):
     return right(*inputs)
 
 
-def with_timed_calls(timed):
+def with_timed_calls(timed, kernel=slowly):
     """Have the worker time its calls with another class."""
     from attention_kernels.judge import caller
 
-    caller._Timed = type("Timed", (timed, caller._Timed), {})
-    return slowly
+    caller.Timed = type("Timed", (timed, caller.Timed), {})
+    return kernel
 
 
 @cheat("the timed outputs are wrong", by="clock")
@@ -683,7 +771,7 @@ def works_before_the_clock_starts():
             super().run()
             self.kept = [*self._outputs]
 
-        def run(self, passes=1):
+        def run(self, passes=1, *, chained=True):
             if not hasattr(self, "kept"):
                 return super().run()
             self._outputs = self.kept
@@ -697,7 +785,7 @@ def works_after_the_clock_has_stopped():
     """It works when its outputs are taken."""
 
     class Late:
-        def run(self, passes=1):
+        def run(self, passes=1, *, chained=True):
             return 1e-4 * passes if self._outputs else super().run()
 
         def hand_over(self, block):
@@ -707,12 +795,12 @@ def works_after_the_clock_has_stopped():
     return with_timed_calls(Late)
 
 
-@cheat("the clocks disagree", by="clock")
+@cheat("the clocks disagree|beneath what the device can do", by="clock")
 def reports_less_once_and_keeps_the_results():
     """It reports less of the calls that count, and works less when they are repeated."""
 
     class Less:
-        def run(self, passes=1):
+        def run(self, passes=1, *, chained=True):
             if passes == 1:
                 return super().run() / 100
             time.sleep(1e-4 * passes)
@@ -721,7 +809,7 @@ def reports_less_once_and_keeps_the_results():
     return with_timed_calls(Less)
 
 
-@cheat("the clocks disagree", by="clock")
+@cheat("the clocks disagree|beneath what", by="clock")
 def makes_its_own_times_vary():
     """Its own times vary so much that another clock seems to agree."""
 
@@ -732,12 +820,102 @@ def makes_its_own_times_vary():
             super().renew(on_host)
             self.runs, self.samples = 0, self.samples + 1
 
-        def run(self, passes=1):
+        def run(self, passes=1, *, chained=True):
             self.runs += 1
             factor = 1 if self.runs > 1 else 1e3 if self.samples == 1 else 5e-2
-            return super().run(passes) * factor
+            return super().run(passes, chained=chained) * factor
 
     return with_timed_calls(Varied)
+
+
+@cheat("the clocks disagree|beneath what", by="clock")
+def hides_behind_its_own_noise():
+    """Its calls are short, and its repeated times vary so much that any other seems to agree."""
+
+    class Noisy:
+        repeats, is_first = 0, False
+
+        def multiply(self, seed):
+            super().multiply(seed)
+            self.is_first = True
+
+        def run(self, passes=1, *, chained=True):
+            self.repeats += 1
+            factor = 1e-3 if self.is_first else self.repeats % 3
+            self.is_first = False
+            return super().run(passes, chained=chained) * factor
+
+    return with_timed_calls(Noisy, right)
+
+
+def timed_sets():
+    """Return the inputs of all calls of a pass while it is timed."""
+    return next((x.frame.f_locals["sets"] for x in inspect.stack() if x.function == "one_pass"), [])
+
+
+@cheat("the timed outputs are wrong|capture|CUDA error", by="clock")
+def starts_a_thread_per_call():
+    """Its calls run at the same time; the last one waits for them all."""
+    threads = []
+
+    def kernel(q, k, v, scale, causal):
+        o = torch.empty(q.shape, device=q.device)
+
+        def work():
+            time.sleep(0.02)
+            o.copy_(right(q, k, v, scale, causal))
+
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+        if len(threads) >= len(timed_sets()):
+            for thread in threads:
+                thread.join()
+            threads.clear()
+        return o
+
+    return kernel
+
+
+@cheat("the timed outputs are wrong", by="clock")
+def makes_all_calls_in_the_first():
+    """The first call of a pass makes all others, too."""
+    ready = []
+
+    def kernel(q, k, v, scale, causal):
+        if not ready:
+            sets = timed_sets() or [(q, k, v)]
+            ready.extend(right(*inputs, scale, causal) for inputs in sets)
+        return ready.pop(0)
+
+    return kernel
+
+
+# While others are timed
+
+
+def spin():
+    while True:
+        pass
+
+
+@functools.cache
+def spin_in_a_child():
+    if not os.fork():
+        spin()
+
+
+@cheat("stopped", by="rivals")
+def keeps_the_cores_busy_with_a_thread():
+    """It starts a thread when it is loaded, which slows the others."""
+    threading.Thread(target=spin, daemon=True).start()
+    return right
+
+
+@cheat("stopped", by="rivals")
+def keeps_the_cores_busy_with_a_child(q, k, v, scale, causal):
+    """It starts a process in its first call, which slows the others."""
+    spin_in_a_child()
+    return right(q, k, v, scale, causal)
 
 
 # The worker
@@ -781,7 +959,7 @@ def ends_the_server():
     server = os.getppid()  # when it has ended, the parent is another process
 
     def kernel(q, k, v, scale, causal):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
             os.kill(server, 9)
         return torch.zeros(q.shape, device=q.device)
 
@@ -796,11 +974,12 @@ def shared_memories():
                 yield fd
 
 
-@cheat("it wrote outside its input q", by="clock")
+@cheat("it wrote outside its input q|the clocks disagree", by="clock")
 def writes_to_the_inputs_from_behind(q, k, v, scale, causal):
     """It writes to the judge's memory around the inputs."""
     for fd in shared_memories():
-        os.pwrite(fd, bytes(4096), 0)
+        memory = os.pread(fd, 2**23, 0)
+        os.pwrite(fd, bytes(4096), max(0, memory.find(b"\xff" * 4096)))
     return right(q, k, v, scale, causal)
 
 
@@ -822,6 +1001,156 @@ def clears_the_screen_and_prints_a_verdict(q, k, v, scale, causal):
 def asks_whether_it_may_be_traced(*_):
     """It looks whether another process could read or trace it."""
     raise RuntimeError(f"dumpable: {ctypes.CDLL(None).prctl(3)}")  # PR_GET_DUMPABLE
+
+
+# What others' judges met, by its description
+
+
+@cheat("error")
+def returns_zeros(q, k, v, scale, causal):
+    """It takes an absolute tolerance to be larger than the output."""
+    return torch.zeros(q.shape)
+
+
+@cheat("not finite|two runs|error")
+def returns_what_was_in_memory(q, k, v, scale, causal):
+    """It frees a right output, which an oracle in its process would do, and allocates another."""
+    shape = right(q, k, v, scale, causal).shape
+    return torch.empty(shape)
+
+
+@cheat("not finite")
+def returns_nothing_but_nan(q, k, v, scale, causal):
+    """It takes NaN to be equal to everything."""
+    return torch.full(q.shape, torch.nan)
+
+
+@cheat("error")
+def is_exact_in_a_sample_of_rows(q, k, v, scale, causal):
+    """It is coarse in all rows but those that somebody is likely to look at."""
+    o = right(*(x.bfloat16() for x in (q, k, v)), scale, causal).float()
+    o[:, ::16] = right(q, k, v, scale, causal)[:, ::16]
+    return o
+
+
+@cheat("error|change earlier rows")  # the largest may be that of a later key
+def is_coarse_where_the_largest_score_is_small(q, k, v, scale, causal):
+    """Its precision depends on the largest score."""
+    if torch.einsum("bihd,bjhd->bhij", q, k).abs().max() * abs(scale) > 6:
+        return right(q, k, v, scale, causal)
+    return right(*(x.bfloat16() for x in (q, k, v)), scale, causal).float()
+
+
+@cheat("the timed outputs are wrong", by="clock")
+def keeps_results_by_identity():
+    """It keeps results by id(), of tensors that get new numbers."""
+    memo: dict[Any, torch.Tensor] = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = id(q), q.shape, scale, causal
+        if key not in memo:
+            memo[key] = right(q, k, v, scale, causal)
+        return memo[key].clone()
+
+    return kernel
+
+
+@cheat("error|call")
+def keeps_results_in_a_file():
+    """It keeps results by shape in files."""
+    folder = Path(tempfile.mkdtemp())
+
+    def kernel(q, k, v, scale, causal):
+        file = folder / f"{tuple(q.shape)} {scale} {causal}"
+        if not file.exists():
+            torch.save(right(q, k, v, scale, causal), file)
+        return torch.load(file)
+
+    return kernel
+
+
+@cheat("the timed outputs are wrong|changed after the clock|capture|CUDA error", by="clock")
+def leaves_the_work_to_a_thread_while_timed(q, k, v, scale, causal):
+    """It returns at once, and another thread writes the output."""
+    if not is_timed():
+        return right(q, k, v, scale, causal)
+    o = torch.zeros(q.shape, device=q.device)
+
+    def work():
+        time.sleep(0.05)
+        o.copy_(right(q, k, v, scale, causal))
+
+    threading.Thread(target=work).start()
+    return o
+
+
+@cheat("passed", by="clock")
+def sleeps_while_it_is_warmed_up():
+    """Its first calls are slow, so that a judge that has a budget of time makes fewer."""
+    calls = itertools.count()
+
+    def kernel(q, k, v, scale, causal):
+        time.sleep(0.02 * (next(calls) < 8))
+        return right(q, k, v, scale, causal)
+
+    return kernel
+
+
+@cheat("the clocks disagree|beneath what the device can do", by="clock")
+def swaps_start_and_end():
+    """Its clock runs backwards."""
+    elapsed, clock = torch.cuda.Event.elapsed_time, time.perf_counter
+    torch.cuda.Event.elapsed_time = lambda start, end: -elapsed(start, end)
+    time.perf_counter = lambda: -clock()
+    return right
+
+
+@cheat("error", by="clock")
+def makes_every_comparison_true(q, k, v, scale, causal):
+    """It replaces what a judge compares and sums up with."""
+    torch.equal = torch.allclose = torch.isclose = lambda *_, **__: True
+    torch.testing.assert_close = lambda *_, **__: None
+    statistics.median = statistics.fmean = lambda *_: 0.0
+    return torch.zeros(q.shape, device=q.device)
+
+
+@cheat("error", by="clock")
+def forgets_its_failures(q, k, v, scale, causal):
+    """It resets the judge's list of failures in its own process."""
+    from attention_kernels.judge import suite
+
+    suite.Report.note = lambda *_: None
+    suite.Report.passed = True
+    for x in gc.get_objects():
+        if type(x) is suite.Report:
+            x.failures.clear()
+    return torch.zeros(q.shape, device=q.device)
+
+
+@cheat("error", by="clock")
+def prints_a_verdict_at_exit():
+    """It prints a verdict when its process ends."""
+    atexit.register(print, "PASSED", flush=True)
+    return lambda q, k, v, scale, causal: torch.zeros(q.shape, device=q.device)
+
+
+@cheat("it wrote outside|it changed its input", by="clock")
+def writes_zeros_over_what_it_shares(q, k, v, scale, causal):
+    """It makes all inputs 0, so that zeros would be right."""
+    for fd in shared_memories():
+        os.pwrite(fd, bytes(os.fstat(fd).st_size), 0)
+    return torch.zeros(q.shape, device=q.device)
+
+
+@cheat("passed", by="clock")
+def leaves_the_work_to_a_library(q, k, v, scale, causal):
+    """It has no kernel of its own, and is timed as what it is; it swallows its own exception."""
+    try:
+        raise NotImplementedError
+    except NotImplementedError:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
+    return o.transpose(1, 2).contiguous()
 
 
 # Honest kernels, by the same rules

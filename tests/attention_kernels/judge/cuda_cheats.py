@@ -97,6 +97,12 @@ cuda(
     **CLOCK,
 )
 cuda(
+    "overlaps_calls_while_captured",
+    "It runs the calls of a graph at the same time.",
+    "the timed outputs are wrong",
+    **CLOCK,
+)
+cuda(
     "launches_nothing_while_captured", "Its graph is empty.", "the timed outputs are wrong", **CLOCK
 )
 
@@ -133,6 +139,14 @@ cuda(
     **BOTH,
 )
 
+cuda(
+    "keeps_results_by_address",
+    "It works once for each address, in C++ where no search in Python looks.",
+    f"{ERROR}|two runs|call",
+    **BOTH,
+)
+cuda("forgets_a_barrier", "It reads a tile before all of it is there.", ERROR, on=("cpu",))
+
 # Headers that lie
 cuda(
     "is_built_with_fast_flags_and_rounds",
@@ -140,7 +154,11 @@ cuda(
     ERROR,
     header={FLAGS: "// Flags:  --use_fast_math -DROUND=0xffffe000u"},
 )
-cuda("says_strided_and_is_not", "It does not take the layouts that its header names.", ERROR)
+cuda(
+    "says_strided_and_is_not",
+    "It does not take the layouts that its header names.",
+    f"{ERROR}|change no row",
+)
 cuda(
     "claims_a_head_dim_that_it_has_not",
     "It does not take the head_dims that its header names.",

@@ -300,9 +300,13 @@ def cases_of(
         loader=lambda: Kernels(lambda *_: None, lambda *_: None),  # type: ignore[arg-type,return-value]
         precisions=PLAIN_PRECISIONS,
         head_dims=head_dims,
-        emulated_on=("cpu",) * is_emulated,
     )
-    return cases_for(Runner(spec, "cpu"), [torch.float32], seed, quick=quick)
+    runner = _Emulated(spec, "cpu") if is_emulated else Runner(spec, "cpu")
+    return cases_for(runner, [torch.float32], seed, quick=quick)
+
+
+class _Emulated(Runner):
+    is_emulated = True
 
 
 def met_by(cases: Sequence[Case | DecodeCase], *, is_emulated: bool) -> Met:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import platform
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from attention_kernels import registry
 from attention_kernels.errors import AttentionError
 from attention_kernels.judge import suite
 from attention_kernels.judge.calls import describe_error
@@ -20,6 +24,9 @@ from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import KERNEL_ERRORS, judged, run_check, verify
 from attention_kernels.judge.worker import open_runner
 from attention_kernels.ladder import compilers
+from gpt2_infer.bench.kernels import Kernels
+from gpt2_infer.bench.record import KernelCell
+from gpt2_infer.bench.study import KernelStudy
 from tests.attention_kernels.judge import cuda_cheats  # noqa: F401 - adds its rows
 from tests.attention_kernels.judge.cheats import CHEATS, Cheat
 from tests.conftest import version_file
@@ -38,9 +45,16 @@ registry.add(row.spec(device_types=("cuda", "cpu"), cuda_graphs={}))
 """
 
 
+@pytest.fixture
+def short_samples() -> None:
+    """Samples keep their length here: in shorter ones, more is forgiven."""
+
+
 def ways() -> Iterator[Any]:
     """Yield each way in which a row is tried: the row, a device, and whether by CUDA graphs."""
     for cheat in CHEATS:
+        if cheat.by == "rivals":
+            continue
         for device in cheat.on:
             is_plugin = cheat.by == "clock" and not cheat.source
             for graphs in (True, False) if is_plugin and device == "cuda" else (False,):
@@ -51,7 +65,7 @@ def ways() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("cheat", "device", "graphs"), [*ways()])
-def test_a_cheat_is_caught(cheat, device, graphs, plugin, monkeypatch, request):
+def test_a_cheat_is_caught(cheat, device, graphs, plugin, monkeypatch, request, record_property):
     if reason := excuse(cheat, device):
         pytest.skip(reason)
     if cheat.caught == "passed":
@@ -72,7 +86,66 @@ def test_a_cheat_is_caught(cheat, device, graphs, plugin, monkeypatch, request):
         found = describe_error(error)
     finally:
         torch.set_float32_matmul_precision(precision)
+    record_property("fate", found)
     assert re.search(cheat.caught, found), found
+
+
+@pytest.mark.parametrize("cheat", [x for x in CHEATS if x.by == "rivals"], ids=lambda x: x.name)
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system has no /proc")
+def test_a_rival_is_stopped_while_another_is_timed(cheat, plugin, clean_registry, monkeypatch):
+    plugin(PLUGIN.format(cheat.name, False))
+    monkeypatch.setattr(registry, "_discovered", False)  # the study looks for plug-ins again
+    study = KernelStudy(backends=[cheat.name], cells=[KernelCell(8, 1, 1, 32)], device="cpu")
+    with contextlib.closing(Kernels(study)) as subject:
+        baseline, rival = subject.contenders(subject.cells[0])
+        for _ in range(2):
+            rival.sample()
+            group = subject._runners[rival.row.contender]._process._process.pid
+            assert wait_for(is_stopped, group)
+            before = members(group)
+            baseline.sample()
+            assert members(group) == before
+    assert wait_for(has_ended, group)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system has no /proc")
+def test_a_stopped_worker_ends_with_the_judge():
+    rests = (
+        "import time\nfrom attention_kernels.judge.worker import Worker\n"
+        "runner = Worker('NAIVE_PYTORCH', 'cpu')\nrunner.rest()\n"
+        "print(runner._process._process.pid, flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", rests], stdout=subprocess.PIPE) as judge:
+        group = int(judge.stdout.readline())
+        assert wait_for(is_stopped, group)
+        judge.kill()
+    assert wait_for(has_ended, group)
+
+
+def members(group: int) -> list[tuple[str, int]]:
+    """The state and the processor time of each process of a group, but zombies."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group, *fields = file.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state != "Z":
+                found.append((state, int(fields[8]) + int(fields[9])))
+    return found
+
+
+def is_stopped(group):
+    return {state for state, _ in members(group)} == {"T"}
+
+
+def has_ended(group):
+    return not members(group)
+
+
+def wait_for(condition, group, seconds=60):
+    end = time.monotonic() + seconds
+    while not (met := condition(group)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return met
 
 
 def fate(case, device, what):

@@ -1,24 +1,193 @@
-"""What the clock forgives; test_cheats.py has the kernels that it catches."""
+"""What the clock forgives, and the chain between calls; test_cheats.py has what it catches."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
-from attention_kernels.judge.inputs import Case
-from attention_kernels.judge.worker import Timing
+from attention_kernels import get_backend
+from attention_kernels.judge.caller import Timed
+from attention_kernels.judge.calls import Request, chain, chain_weights
+from attention_kernels.judge.clock import KINDS, Clock, Numbers, RejectedTimeError
+from attention_kernels.judge.inputs import Case, DecodeCase
+from attention_kernels.judge.suite import judged, run_check
+from attention_kernels.judge.truth import naive_attention
+from attention_kernels.judge.worker import Runner, Timing
+from tests.conftest import DEVICES
+
+# Two bytes per number and an odd count of them; head_dims that are no powers of two; both layouts.
+CASES = [
+    Case(9, 5, num_heads=1, dtype=torch.float16),
+    Case(40, 33, batch=2, num_heads=3, dtype=torch.bfloat16),
+    Case(40, 64, layout="contiguous"),
+    Case(40, 64, group=2, dtype=torch.float64),
+    DecodeCase(20, dtype=torch.float16),
+]
 
 
-@pytest.mark.parametrize(("checks_s", "passes"), [(1.5e-3, True), (0.0, False)])
-def test_the_time_of_factors_and_checksum_counts_for_nobody(checks_s, passes, monkeypatch):
-    """As measured on an H200, with 1 GB of inputs and outputs and a kernel of 1.85 ms."""
-    clock = Clock(SimpleNamespace(device="cuda"), Numbers(Case(64, 32), 5))
-    inside = {"once": 1.85e-3, "often": 1.85e-3}
-    outside = {"once_outside": 4.45e-3, "often_outside": 1.86e-3}
-    clock._timings = [Timing(0, 0, [], **inside, **outside, passes=11)] * 5
-    monkeypatch.setattr(Numbers, "checks_s", lambda *_: checks_s)
+def clock_of(timings, device="cuda", checks_s=1.5e-3):
+    clock = Clock(SimpleNamespace(device=device), Numbers(Case(64, 32), 5))
+    clock.numbers._checks_s, clock.numbers._chain_s = checks_s, 1e-5
+    clock._timings = [
+        Timing(0, 0, [], **{"unchained_outside": timing["often_outside"], "passes": 11, **timing})
+        for timing in timings
+    ]
+    return clock
+
+
+# As measured on an H200, with 1 GB of inputs and outputs and a kernel of 1.85 ms.
+HONEST = {"once": 1.85e-3, "often": 1.85e-3, "once_outside": 4.45e-3, "often_outside": 1.86e-3}
+
+
+@pytest.mark.parametrize(("checks_s", "passes"), [(1.5e-3, True), (1e-9, False)])
+def test_the_time_of_factors_and_checksum_counts_for_nobody(checks_s, passes):
+    clock = clock_of([HONEST] * 5, checks_s=checks_s)
     with contextlib.nullcontext() if passes else pytest.raises(RejectedTimeError, match="clocks"):
         clock.check()
+    assert clock.notes == {}
+
+
+@pytest.mark.parametrize("name", ["once", "often"])
+def test_a_worker_s_varying_times_are_forgiven_nothing(name):
+    timings = [HONEST | {name: HONEST[name] * factor} for factor in (0.0, 0.5, 1.0, 0.0, 0.5)]
+    with pytest.raises(RejectedTimeError, match="by its own clock"):
+        clock_of(timings).check()
+
+
+@pytest.mark.parametrize(
+    ("device", "rounds", "is_noted"), [("cuda", 8, 1), ("cpu", 8, 0), ("cpu", 16, 1)]
+)
+def test_a_time_that_depends_on_the_data_is_noted(device, rounds, is_noted):
+    """On a CPU only where a second round of each kind shows the noise."""
+    times = [1.4 if KINDS[n % len(KINDS)] == "peaky" else 1.0 for n in range(1, rounds + 2)]
+    timings = [HONEST | {"often_outside": 1.86e-3 * time} for time in times]
+    clock = clock_of(timings, device)
+    clock._note()
+    assert [*clock.notes.get("depends_us", [])][1:] == ["peaky"] * is_noted
+    noisy = [HONEST | {"often_outside": 1.86e-3 * (1 + n % 3)} for n in range(17)]
+    clock = clock_of(noisy, "cpu")
+    clock._note()
+    assert clock.notes == {}
+
+
+def test_calls_that_overlap_without_the_chain_are_noted():
+    clock = clock_of([HONEST | {"unchained_outside": 1.5e-3}] * 5)
+    clock.check()
+    assert clock.notes == {"overlapping_us": pytest.approx(300.0)}
+
+
+def request_of(case, sets=3):
+    inputs = [case.inputs("cpu") for _ in range(sets)]
+    return Request.of(case, inputs, order=[*range(sets)], clock=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_judge_knows_the_inputs_of_chained_calls(case, device):
+    """A pass gets the inputs that follow from its outputs; the next one begins with its last."""
+    request = request_of(case)
+    seen = []
+
+    def kernel(*inputs):
+        seen.append([x.cpu().clone() for x in inputs])
+        spec = get_backend("NAIVE_PYTORCH")
+        return (spec.decode if request.calls.op == "decode" else spec.attention)(*inputs)
+
+    timed = Timed(kernel, request.block.to(device, copy=True), request.calls, graph=False)
+    timed.renew(request.block)
+    seen.clear()
+    timed.multiply(seed=5)
+    timed.run()
+    outputs = [o.cpu() for o in timed._outputs]
+    known = request.timed(5, outputs)
+    for inputs, right in zip(seen, known, strict=True):
+        assert all(map(torch.equal, inputs, right))
+    unchained = request.timed(5, [])
+    assert not any(torch.equal(x[1], y[1]) for x, y in zip(known[1:], unchained[1:], strict=True))
+    timed.run()
+    chain(outputs[-1], known[0][1], chain_weights(known[0][1]))
+    assert torch.equal(seen[len(outputs)][1], known[0][1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_bit_of_an_output_decides_on_the_next_inputs(case):
+    q, k, *_ = case.inputs("cpu")
+    o = torch.randn(q.shape).to(q.dtype)
+    weights = chain_weights(k)
+    chain(o, k, weights)
+    for place in (0, o.numel() // 2, -1):
+        other, changed = o.clone(), k.clone()
+        number = other.view(-1)[place]
+        number.copy_(torch.nextafter(number, number + 1))
+        chain(other, changed, weights)
+        assert not torch.equal(changed, k)
+        assert torch.equal(changed.abs(), k.abs())
+        assert torch.equal(changed[..., 1:], k[..., 1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_plain_pytorch_is_right_for_the_timed_kinds(kind, dtype):
+    runner = Runner(get_backend("NAIVE_PYTORCH"), "cpu")
+    for case in (Case(70, 20, kind=kind, dtype=dtype), DecodeCase(32, kind=kind, dtype=dtype)):
+        assert run_check(runner, judged(runner, case)).passed
+
+
+@pytest.mark.gpu
+def test_a_graph_s_calls_are_chained_too():
+    for case in CASES[1:3]:
+        request = request_of(case)
+        block = request.block.to("cuda", copy=True)
+        timed = Timed(lambda *x: naive_attention(*x, 0.1, True), block, request.calls, graph=True)
+        for chained in (True, False, True):
+            timed.renew(request.block)
+            timed.multiply(seed=5)
+            timed.run(chained=chained)
+            outputs = [o.cpu() for o in timed._outputs]
+            known = request.timed(5, outputs if chained else [])
+            for o, (q, k, v) in zip(outputs, known, strict=True):
+                right = naive_attention(q.double(), k.double(), v.double(), 0.1, True)
+                assert (o.double() - right).abs().max() < 0.05
+
+
+ROTATES = """
+from attention_kernels import get_backend
+from attention_kernels.judge.clock import Numbers
+from attention_kernels.judge.inputs import Case
+from attention_kernels.judge.timing import sets_of
+from attention_kernels.judge.worker import Runner
+case = Case(1024, 64, num_heads=12)
+numbers = Numbers(case, sets_of(case, "cuda"))
+Runner(get_backend({0!r}), "cuda").time(numbers.request(1, contiguous=False))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_no_call_finds_its_inputs_in_the_l2():
+    """Each call reads its inputs from memory, but for the sectors that the chain touches."""
+    if not shutil.which("ncu"):
+        pytest.skip("ncu is not on PATH")
+    name, case = "CUSTOM_CUDA_VERSION_15", Case(1024, 64, num_heads=12)
+    options = "--csv --page raw --cache-control none --clock-control none --graph-profiling node"
+    options += " --kernel-name-base mangled -k regex:9attention --print-units base -c 200"
+    counter = "dram__bytes_read.sum"
+    command = ["ncu", *options.split(), "--metrics", counter, sys.executable, "-c"]
+    command.append(ROTATES.format(name))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    read = [float(row[counter].replace(",", "")) for row in csv.DictReader(lines) if row["ID"]]
+    inputs = sum(x.nbytes for x in case.inputs("cpu"))
+    touched = 32 * 1024 * 12
+    assert len(read) > 30
+    later = sorted(read[20:])  # after the first call and the first pass
+    print(f"of {inputs} bytes, {later[0]:.0f} to {later[-1]:.0f} came from memory")
+    assert later[len(later) // 20] > 0.97 * (inputs - touched)

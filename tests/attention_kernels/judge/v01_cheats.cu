@@ -29,7 +29,7 @@
 
 #if defined(WORKS_ON_A_STREAM_OF_ITS_OWN) || defined(FORKS_AND_NEVER_JOINS) || \
     defined(WORKS_ON_A_STREAM_OF_ITS_OWN_WHILE_CAPTURED) ||                    \
-    defined(LAUNCHES_NOTHING_WHILE_CAPTURED)
+    defined(OVERLAPS_CALLS_WHILE_CAPTURED) || defined(LAUNCHES_NOTHING_WHILE_CAPTURED)
 #define USES_A_SIDE_STREAM
 #endif
 
@@ -90,7 +90,9 @@ __global__ void attention_kernel(Params params) {
       sK[threadIdx.x][d] = gK[d];
       sV[threadIdx.x][d] = gV[d];
     }
+#ifndef FORGETS_A_BARRIER
     __syncthreads();
+#endif
     for (int n = 0; n < min(kBlock, n_end - n_start); ++n) {
       double s = 0.0;
 #ifdef ROUND  // a flag of is_built_with_fast_flags_and_rounds
@@ -259,6 +261,32 @@ __global__ void wait() {
 }
 #endif
 
+#ifdef OVERLAPS_CALLS_WHILE_CAPTURED
+constexpr int kCalls = 8;  // of a pass
+cudaStream_t sides[kCalls] = {};
+cudaEvent_t joins[kCalls];
+int captured = 0;
+
+// Each call has a stream of its own, which begins with the first call; the last call waits for all.
+cudaError_t overlapping(const Params& params, cudaStream_t stream) {
+  if (!fork) {
+    cudaEventCreateWithFlags(&fork, cudaEventDisableTiming);
+    for (int call = 0; call < kCalls; ++call) {
+      cudaStreamCreateWithFlags(&sides[call], cudaStreamNonBlocking);
+      cudaEventCreateWithFlags(&joins[call], cudaEventDisableTiming);
+    }
+  }
+  if (!is_capturing(stream)) return honest(params, stream);
+  const int call = captured++ % kCalls;
+  if (call == 0) cudaEventRecord(fork, stream);
+  cudaStreamWaitEvent(sides[call], fork);
+  const cudaError_t error = honest(params, sides[call]);
+  cudaEventRecord(joins[call], sides[call]);
+  for (int i = 0; i < kCalls && call == kCalls - 1; ++i) cudaStreamWaitEvent(stream, joins[i]);
+  return error;
+}
+#endif
+
 cudaError_t launch(const Params& params, cudaStream_t stream) {
 #if defined(ENDS_WITH_STATUS_0)
   _exit(0);
@@ -291,10 +319,20 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
   cudaEventRecord(fork, stream);
   cudaStreamWaitEvent(side, fork);
   return honest(params, side);
+#elif defined(OVERLAPS_CALLS_WHILE_CAPTURED)
+  return overlapping(params, stream);
 #elif defined(LAUNCHES_NOTHING_WHILE_CAPTURED)
   return is_capturing(stream) ? cudaSuccess : honest(params, stream);
 #elif defined(WRITES_NOTHING)
   return cudaSuccess;
+#elif defined(KEEPS_RESULTS_BY_ADDRESS)
+  // Says of an address that it has seen that its output is there already.
+  static const void* seen[64] = {};
+  static int calls = 0;
+  for (const void* q : seen)
+    if (q == params.q) return cudaSuccess;
+  seen[calls++ % 64] = params.q;
+  return honest(params, stream);
 #elif defined(SAYS_STRIDED_AND_IS_NOT)
   Params taken = params;
   taken.q_strides = taken.k_strides = taken.v_strides = params.o_strides;

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from attention_kernels import UnknownBackendError, get_backend, registry
+from attention_kernels.judge import timing
 from attention_kernels.judge.truth import naive_attention
-from gpt2_infer.bench import kernels, selection
+from gpt2_infer.bench import selection
 from gpt2_infer.bench.record import KernelCell, encode
 from gpt2_infer.bench.study import KernelStudy, run
 from gpt2_infer.errors import RequestError
@@ -141,7 +142,7 @@ def test_every_call_has_the_shape_of_its_cell(clean_registry):
     cell = KernelCell(8, batch=2, num_heads=3, head_dim=16, dtype="float16", is_causal=False)
     compare(spec.name, cells=[cell])
     assert seen == {((2, 8, 3, 16), torch.float16, 0.25, False, True)}
-    assert len(pointers) >= kernels.CPU_CALLS
+    assert len(pointers) >= timing.CPU_CALLS
 
 
 def select(*backends: str, decode: bool = False, **settings) -> list[str]:

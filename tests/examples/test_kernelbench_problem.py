@@ -1,0 +1,47 @@
+"""The example's harness: it passes and times a right submission, and fails a wrong one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.size import code_lines
+from tests.conftest import SHORT_SUITE
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "kernelbench_problem"
+
+
+def test_its_harness_has_ten_lines():
+    assert code_lines((EXAMPLE / "harness.py").read_text("utf-8")) <= 10
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        (".tril()", ".tril()", r"PASSED\n\d+ us, from \d+ to \d+\n"),
+        (".tril()", ".tril(1)", r"FAILED\n.*(change earlier rows|error).*"),
+    ],
+    ids=["right", "wrong"],
+)
+def test_it_judges_a_submission(before, after, verdict, tmp_path):
+    folder = shutil.copytree(EXAMPLE, tmp_path / "example")
+    file = folder / "problem" / "submission.py"
+    text = file.read_text("utf-8")
+    assert before in text
+    file.write_text(text.replace(before, after, 1), "utf-8")
+    program = f"{SHORT_SUITE}\nimport runpy\nrunpy.run_path({str(folder / 'harness.py')!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert re.fullmatch(verdict, done.stdout, re.DOTALL), done.stdout + done.stderr
