@@ -31,7 +31,7 @@ from pathlib import Path
 import filelock
 import platformdirs
 
-from attention_kernels.ladder import compilers
+from attention_kernels.ladder import compilers, ptx
 from attention_kernels.ladder.compilers import BuildError, Target
 from attention_kernels.ladder.header import RACES, VersionHeader, csrc_of
 
@@ -45,6 +45,8 @@ EMULATOR_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions"
 # For a build that looks for races; the other build has all checks.
 RACES_OPTIMIZATION = ("-Og", "-fsanitize=bounds", "-fno-sanitize-recover=all")
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
+# For inline PTX, which a file may have for some architectures only.
+PTX_FLAGS = ("-include", "emulator/inline_ptx.h", "-D__CUDA_ARCH__=900")
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 _binding_lock = threading.Lock()
 
@@ -90,13 +92,25 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     shared += ["-isystem", str(root / "include")]
     command = [*flags, *hidden, *extra, "-c", str(version.path)]
     sources = [version.path, csrc / "binding.cpp"]
+    has_asm = target == "emulator" and not version.is_host and _has_asm(version.path, csrc, flags)
+    if has_asm:
+        sources.append(csrc / "emulator" / "inline_ptx.h")
+        more.append(Path(ptx.__file__).read_text("utf-8"))
 
     def make(library: Path) -> None:
         _tell(f"building {label or version.path.name} for {purpose} ...")
         with _binding_lock:  # other threads need the same one
             binding = _object(f"binding-{target}", sources[1], csrc, shared, *more)
         kernel = library.with_suffix(".o")
-        _compile(command, kernel)
+        if has_asm:
+            expanded = library.with_suffix(".ii")
+            _compile([*command[:-2], "-E", *PTX_FLAGS, str(version.path)], expanded)
+            text = expanded.read_text("utf-8", "surrogateescape")
+            text = ptx.translate(text, csrc / "emulator")
+            expanded.write_text(text, "utf-8", "surrogateescape")
+            _compile([*command[:-2], "-x", "c++-cpp-output", "-c", expanded.name], kernel)
+        else:
+            _compile(command, kernel)
         # Of an inline function in both files the first is used. It has to be the binding's: a
         # version that looks for races would have the emulator report its own accesses as the
         # kernel's.
@@ -104,6 +118,13 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
 
     everything = [*command, *shared, *libraries]
     return kept(f"{version.op}-{where}", ".so", sources, csrc, everything, make, *more)
+
+
+def _has_asm(file: Path, csrc: Path, flags: Sequence[str]) -> bool:
+    """Return whether a version contains inline PTX, apart from that of ptx.cuh and its like."""
+    ours = [csrc, csrc / "emulator"]
+    texts = (Path(name) for name in digests([file], csrc, flags))
+    return any(ptx.contains_asm(one.read_bytes()) for one in texts if one.parent not in ours)
 
 
 def _optimization(version: VersionHeader) -> Sequence[str]:

@@ -92,6 +92,13 @@ inline void count_arrival(Barrier* barrier, unsigned bytes, const emulator::Site
   emulator::this_fiber().block->in_flight.idle = 0;
 }
 
+unsigned phase_of(const Barrier* barrier) { return barrier->phase; }
+
+void barrier_add(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
+  find_initialized(barrier, site);
+  barrier->bytes += static_cast<int>(bytes);
+}
+
 int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
   const emulator::Block& block = *emulator::this_fiber().block;
   const emulator::KnownBarrier& known = find_initialized(barrier, site);

@@ -27,6 +27,9 @@ static_assert(sizeof(Barrier) == 8);
 // Defined in barrier.cpp, without what the kernel's recorders would see.
 void init(Barrier* barrier, unsigned arrivals, const emulator::Site& site);
 void show_barriers();
+unsigned phase_of(const Barrier* barrier);
+// Makes the phase also wait for `bytes` bytes of copies.
+void barrier_add(Barrier* barrier, unsigned bytes, const emulator::Site& site);
 // Returns a thread that waits for the phase that this completes, or -1.
 int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site);
 bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site);

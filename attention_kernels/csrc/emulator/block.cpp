@@ -335,6 +335,8 @@ void Block::fiber_main() {
   try {
     block.launch->body(block.launch->arguments);
     returned = true;
+  } catch (const ThreadExit&) {
+    returned = true;
   } catch (...) {  // reported only after this block, so that the exception is destroyed
   }
   if (returned) block.finish();

@@ -180,7 +180,8 @@ void let_others_run() {
 
 // ---- The shared memory of another block ---------------------------------------------------------
 
-void store_float_to_block(float* here, unsigned block, float value, const emulator::Site& site) {
+// Returns the byte of another block's shared memory that corresponds to `here`.
+unsigned char* block_memory(unsigned char* here, unsigned block, const emulator::Site& site) {
   const emulator::Block& self = *emulator::this_fiber().block;
   const emulator::Block* const other =
       block < self.launch->cluster ? __atomic_load_n(&self.cluster->blocks[block], __ATOMIC_ACQUIRE)
@@ -188,7 +189,12 @@ void store_float_to_block(float* here, unsigned block, float value, const emulat
   if (other == nullptr) not_running(site);
   if (!self.shared.has(here))
     cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
-  *self.shared.in_other(here, other->shared) = value;
+  return self.shared.in_other(here, other->shared);
+}
+
+void store_float_to_block(float* here, unsigned block, float value, const emulator::Site& site) {
+  auto* const byte = reinterpret_cast<unsigned char*>(here);
+  *reinterpret_cast<float*>(block_memory(byte, block, site)) = value;
 }
 
 void send(unsigned block, const emulator::BulkCopy& copy, const void* code) {

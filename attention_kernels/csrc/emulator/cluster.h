@@ -67,6 +67,7 @@ namespace attention::ptx {
 void arrive_at_cluster(const emulator::Site& site);
 uint64_t begin_cluster_wait(const emulator::Site& site);
 bool has_cluster_arrived(uint64_t due, const emulator::Site& site);
+unsigned char* block_memory(unsigned char* here, unsigned block, const emulator::Site& site);
 void store_float_to_block(float* here, unsigned block, float value, const emulator::Site& site);
 void send(unsigned block, const emulator::BulkCopy& copy, const void* code);
 void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site);

@@ -21,7 +21,7 @@
 //   ATTENTION_EMULATOR_POISON   hexadecimal word that fills shared memory, scratch and outputs
 //   ATTENTION_EMULATOR_TIMEOUT  seconds that a block may take: 60 by default; 0: no limit
 //
-// Limits: inline PTX, clock64() and cooperative groups are compile errors. Threads that wait at
+// Limits: clock64() is a compile error, and so is inline PTX that ladder/ptx.py does not know. Threads that wait at
 // different __syncthreads() are an error, as in CUDA's documentation, though hardware tolerates it.
 // A shuffle orders memory accesses here, which CUDA does not promise: compiled with
 // -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that spins until
@@ -498,9 +498,3 @@ cudaError_t complete(Launches launches) {
 }  // namespace attention
 
 #pragma GCC visibility pop
-
-// Applies to kernels and everything included after this file.
-#define asm                                                                     \
-  static_assert(false,                                                          \
-                "the CPU emulator has no inline PTX: put the instruction in a " \
-                "function with a plain twin under #ifdef ATTENTION_EMULATOR");

@@ -89,6 +89,7 @@ class AsyncView {
   bool has_seen(const SharedMemory& shared, uint32_t poison, const void* from, size_t bytes) {
     open(shared, poison);
     const size_t offset = static_cast<const unsigned char*>(from) - shared.dynamic;
+    if (offset >= shared.dynamic_bytes) return true;  // not known of static arrays
     return std::memcmp(&seen[offset], from, bytes) == 0;
   }
 
@@ -112,8 +113,8 @@ struct FencedRegisters {
 
 // The sums of products in flight of a warp. The threads' variables hold poison meanwhile.
 struct SumsInFlight {
-  float* variables[32];  // by lane
-  unsigned count;
+  std::vector<float*> variables;  // by lane
+  unsigned count;                 // of a lane
   std::vector<float> values;  // by lane
   unsigned products = 0;      // in flight
   Site site;                  // of the first
@@ -121,7 +122,7 @@ struct SumsInFlight {
 
 // A warp's part of a product in flight.
 struct Product {
-  float* sums;  // the variable of lane 0
+  float* sums;  // the first variable of lane 0
   unsigned group;
   unsigned columns;
   bool is_bfloat16, is_transposed, accumulates, has_a_in_registers;

@@ -171,6 +171,27 @@ struct SharedMemory {
                                            : other.fixed + (byte - fixed));
   }
 
+  // Where PTX's addresses of static arrays or of the dynamic part begin. Modulo 1024, which is what
+  // swizzles depend on, they equal the memory's own addresses.
+  unsigned first_address(bool is_fixed) const {
+    const auto within = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 1024; };
+    if (is_fixed) return 1024 + within(fixed);
+    const size_t before = fixed == nullptr ? 0 : within(fixed) + Library::instance().tls_bytes;
+    return 1024 + (before + 1023) / 1024 * 1024 + within(dynamic);
+  }
+  unsigned address_of(const void* memory_of_block) const {
+    const auto* const byte = static_cast<const unsigned char*>(memory_of_block);
+    const bool is_fixed = static_cast<size_t>(byte - fixed) < Library::instance().tls_bytes;
+    return first_address(is_fixed) + static_cast<unsigned>(byte - (is_fixed ? fixed : dynamic));
+  }
+  // Returns the byte at such an address, or past the end of dynamic shared memory, or null.
+  unsigned char* at_address(unsigned address) const {
+    const size_t in_dynamic = size_t{address} - first_address(false);
+    if (in_dynamic < kSharedBytes) return dynamic + in_dynamic;
+    const size_t offset = size_t{address} - first_address(true);
+    return fixed != nullptr && offset < Library::instance().tls_bytes ? fixed + offset : nullptr;
+  }
+
   // Returns whether an address is in or near dynamic shared memory.
   bool is_near(uintptr_t address) const {
     return address - reinterpret_cast<uintptr_t>(memory) + kGuardBytes <

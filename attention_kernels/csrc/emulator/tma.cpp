@@ -98,10 +98,10 @@ inline size_t swizzled(size_t offset, int swizzle) {
 inline void check_tile(const TensorMap& map, const void* tile, const emulator::Site& site) {
   const emulator::Block& block = *emulator::this_fiber().block;
   const size_t alignment = map.swizzle == 0 ? 128 : 128u << map.swizzle;
-  const size_t offset = static_cast<const unsigned char*>(tile) - block.shared.dynamic;
-  if (offset + box_bytes(map) > block.shared.dynamic_bytes)
-    copy_failure(cudaErrorIllegalAddress, site, "the tile is not in dynamic shared memory");
-  if (offset % alignment != 0 || reinterpret_cast<uintptr_t>(tile) % alignment != 0)
+  const auto* const first = static_cast<const unsigned char*>(tile);
+  if (!block.shared.has(first) || !block.shared.has(first + box_bytes(map) - 1))
+    copy_failure(cudaErrorIllegalAddress, site, "the tile is not in shared memory");
+  if (reinterpret_cast<uintptr_t>(tile) % alignment != 0)
     copy_failure(cudaErrorMisalignedAddress, site,
                  "the tile is not at a multiple of " + std::to_string(alignment) + " bytes");
 }
@@ -157,11 +157,31 @@ void fill_tile(const emulator::BulkCopy& copy) {
 
 // ---- Stores -------------------------------------------------------------------------------------
 
+inline void begin_store(const TensorMap& map, const int (&at)[4], const void* from,
+                        const void* code, const emulator::Site& site);
+
 void store_box(const TensorMap& map, const int (&at)[4], const void* from, const void* code,
                const emulator::Site& site) {
+  check_tile(map, from, site);
+  begin_store(map, at, from, code, site);
+}
+
+void store_bytes(void* to, const void* from, unsigned bytes, const void* code,
+                 const emulator::Site& site) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0)
+    copy_failure(cudaErrorMisalignedAddress, site,
+                 "addresses and size must be multiples of 16 bytes");
+  if (!emulator::this_fiber().block->shared.has(from))
+    copy_failure(cudaErrorIllegalAddress, site, "the source is not in shared memory");
+  const TensorMap map{static_cast<unsigned char*>(to), {bytes, 1, 1, 1}, {1, bytes, bytes, bytes},
+                      {static_cast<int>(bytes), 1, 1, 1}, 1, 0};
+  begin_store(map, {0, 0, 0, 0}, from, code, site);
+}
+
+inline void begin_store(const TensorMap& map, const int (&at)[4], const void* from,
+                        const void* code, const emulator::Site& site) {
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::InFlight& in_flight = block.in_flight;
-  check_tile(map, from, site);
   if (*std::min_element(at, at + 4) < 0)
     copy_failure(cudaErrorIllegalInstruction, site, "a coordinate is negative");
   const auto* const tile = static_cast<const unsigned char*>(from);

@@ -15,8 +15,7 @@ using emulator::kWarpSize;
 
 constexpr uint32_t kPoisonSum = 0x7fa5e1f5;  // a signaling NaN: no computation leaves it as it is
 constexpr unsigned kDepth = 16;
-constexpr unsigned kRows = 16;            // of a warp
-constexpr unsigned kFirstAddress = 1024;  // of dynamic shared memory, as on a GPU
+constexpr unsigned kRows = 16;  // of a warp
 
 [[noreturn]] inline void product_failure(const emulator::Site& site, const std::string& what,
                                          cudaError_t code = cudaErrorLaunchFailure) {
@@ -32,10 +31,9 @@ inline emulator::ProductsOfWarp& products_of_warp() {
 
 unsigned shared_address(const void* pointer, const emulator::Site& site) {
   const emulator::Block& block = *emulator::this_fiber().block;
-  const size_t offset = static_cast<const unsigned char*>(pointer) - block.shared.dynamic;
-  if (offset >= block.shared.dynamic_bytes)
-    product_failure(site, "the tile is not in dynamic shared memory", cudaErrorIllegalAddress);
-  return static_cast<unsigned>(offset) + kFirstAddress;
+  if (!block.shared.has(pointer))
+    product_failure(site, "the tile is not in shared memory", cudaErrorIllegalAddress);
+  return block.shared.address_of(pointer);
 }
 
 void check_visible(const unsigned char* bytes, size_t count, const emulator::Site& site) {
@@ -93,7 +91,7 @@ inline bool is_fenced(const void* registers, size_t bytes) {
 
 inline emulator::SumsInFlight* sums_in_flight(const float* variable, unsigned lane) {
   for (emulator::SumsInFlight& sums : products_of_warp().sums)
-    if (sums.variables[lane] == variable) return &sums;
+    if (sums.variables[lane * sums.count] == variable) return &sums;
   return nullptr;
 }
 
@@ -101,8 +99,8 @@ void check_fenced(const ProductCall& call, const emulator::Site& site) {
   const unsigned lane = emulator::this_fiber().thread % kWarpSize;
   const char* const text =
       " have been accessed, and no multiply_fence() that takes them was called since";
-  if (sums_in_flight(call.sums, lane) == nullptr &&
-      !is_fenced(call.sums, call.count * sizeof(float)))
+  if (sums_in_flight(call.sums[0], lane) == nullptr &&
+      !is_fenced(call.sums[0], call.count * sizeof(float)))
     product_failure(site, std::string("the sums") + text);
   if (call.a_registers != nullptr && !is_fenced(call.a_registers, 4 * sizeof(unsigned)))
     product_failure(site, std::string("the registers of A") + text);
@@ -135,10 +133,10 @@ inline const unsigned char* chunk_at(const Tile& tile, unsigned offset,
                                      const emulator::Site& site) {
   const emulator::SharedMemory& shared = emulator::this_fiber().block->shared;
   const unsigned address = tile.start + offset;
-  const unsigned at = (address ^ (address >> 7 & 7) << 4) - kFirstAddress;
-  if (at + 16 > shared.dynamic_bytes)
+  const unsigned char* const at = shared.at_address(address ^ (address >> 7 & 7) << 4);
+  if (at == nullptr || !shared.has(at) || !shared.has(at + 15))
     product_failure(site, "an operand is not in shared memory", cudaErrorIllegalAddress);
-  return shared.dynamic + at;
+  return at;
 }
 
 // Calls chunk(address, row, k, is_transposed) for each 16 bytes of an operand of `rows` rows x 16:
@@ -223,11 +221,9 @@ inline void check_operands(const emulator::Product& product, unsigned warp) {
 // ---- Products -----------------------------------------------------------------------------------
 
 inline bool is_poisoned(const emulator::SumsInFlight& sums) {
-  for (const float* const variable : sums.variables) {
-    for (unsigned i = 0; i < sums.count; ++i)
-      if (emulator::bit_cast<uint32_t>(variable[i]) != kPoisonSum) return false;
-  }
-  return true;
+  return std::all_of(sums.variables.begin(), sums.variables.end(), [](const float* variable) {
+    return emulator::bit_cast<uint32_t>(*variable) == kPoisonSum;
+  });
 }
 
 inline emulator::SumsInFlight take_sums(const emulator::MatrixCalls& calls, unsigned count,
@@ -236,10 +232,12 @@ inline emulator::SumsInFlight take_sums(const emulator::MatrixCalls& calls, unsi
   sums.count = count;
   sums.site = site;
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
-    float* const variable = static_cast<const ProductCall*>(calls[lane]->fragments[0])->sums;
-    sums.variables[lane] = variable;
-    sums.values.insert(sums.values.end(), variable, variable + count);
-    std::fill(variable, variable + count, emulator::bit_cast<float>(kPoisonSum));
+    float* const* const mine = static_cast<const ProductCall*>(calls[lane]->fragments[0])->sums;
+    sums.variables.insert(sums.variables.end(), mine, mine + count);
+    for (unsigned i = 0; i < count; ++i) {
+      sums.values.push_back(*mine[i]);
+      *mine[i] = emulator::bit_cast<float>(kPoisonSum);
+    }
   }
   return sums;
 }
@@ -264,7 +262,7 @@ void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& sit
   const auto& call = *static_cast<const ProductCall*>(calls[0]->fragments[0]);
   emulator::ProductsOfWarp& mine = products_of_warp();
   const unsigned columns = 2 * call.count;
-  emulator::Product product{call.sums,
+  emulator::Product product{call.sums[0],
                             mine.group,
                             columns,
                             call.is_bfloat16,
@@ -288,7 +286,7 @@ void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& sit
   check_operands(product, warp);
   if (emulator::on_product != nullptr) emulator::on_product(product, warp);
   gather(product, warp, product.operands);
-  emulator::SumsInFlight* sums = sums_in_flight(call.sums, 0);
+  emulator::SumsInFlight* sums = sums_in_flight(call.sums[0], 0);
   if (sums == nullptr) {
     mine.sums.push_back(take_sums(calls, call.count, site));
     sums = &mine.sums.back();
@@ -366,10 +364,13 @@ inline void give(const emulator::SumsInFlight& sums, const emulator::MatrixCalls
   if (!is_poisoned(sums))
     product_failure(site, "the sums of " + product + " were written before they were complete");
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
-    if (!has(*static_cast<const WaitCall*>(calls[lane]->fragments[0]), sums.variables[lane]))
+    float* const* const variables = &sums.variables[lane * sums.count];
+    const auto& call = *static_cast<const WaitCall*>(calls[lane]->fragments[0]);
+    if (call.count >= 0 && !has(call, variables[0]))
       product_failure(site, "the sums of " + product + " are complete, and it does not take them");
-    std::copy_n(&sums.values[lane * sums.count], sums.count, sums.variables[lane]);
-    forget_fence(self.thread / kWarpSize * kWarpSize + lane, sums.variables[lane]);
+    for (unsigned i = 0; i < sums.count; ++i)
+      *variables[i] = sums.values[lane * sums.count + i];
+    forget_fence(self.thread / kWarpSize * kWarpSize + lane, variables[0]);
   }
 }
 
@@ -394,7 +395,7 @@ void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& s
 void check_complete(const WaitCall& call, const emulator::Site& site) {
   const unsigned lane = emulator::this_fiber().thread % kWarpSize;
   for (const emulator::SumsInFlight& sums : products_of_warp().sums) {
-    if (has(call, sums.variables[lane]))
+    if (has(call, sums.variables[lane * sums.count]))
       product_failure(site, std::string("the sums of ") + sums.site.text().text +
                                 " are not complete: a product of them is in a later group, or in "
                                 "none");
