@@ -92,8 +92,8 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     shared += ["-isystem", str(root / "include")]
     command = [*flags, *hidden, *extra, "-c", str(version.path)]
     sources = [version.path, csrc / "binding.cpp"]
-    has_asm = target == "emulator" and not version.is_host and _has_asm(version.path, csrc, flags)
-    if has_asm:
+    is_foreign = target == "emulator" and not version.is_host and _is_foreign(version.path, csrc, flags)
+    if is_foreign:
         sources.append(csrc / "emulator" / "inline_ptx.h")
         more.append(Path(ptx.__file__).read_text("utf-8"))
 
@@ -102,7 +102,7 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
         with _binding_lock:  # other threads need the same one
             binding = _object(f"binding-{target}", sources[1], csrc, shared, *more)
         kernel = library.with_suffix(".o")
-        if has_asm:
+        if is_foreign:
             expanded = library.with_suffix(".ii")
             _compile([*command[:-2], "-E", *PTX_FLAGS, str(version.path)], expanded)
             text = expanded.read_text("utf-8", "surrogateescape")
@@ -120,11 +120,11 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     return kept(f"{version.op}-{where}", ".so", sources, csrc, everything, make, *more)
 
 
-def _has_asm(file: Path, csrc: Path, flags: Sequence[str]) -> bool:
-    """Return whether a version contains inline PTX, apart from that of ptx.cuh and its like."""
+def _is_foreign(file: Path, csrc: Path, flags: Sequence[str]) -> bool:
+    """Return whether a version contains what ptx.translate() replaces, apart from that of ptx.cuh and its like."""
     ours = [csrc, csrc / "emulator"]
     texts = (Path(name) for name in digests([file], csrc, flags))
-    return any(ptx.contains_asm(one.read_bytes()) for one in texts if one.parent not in ours)
+    return any(ptx.is_foreign(one.read_bytes()) for one in texts if one.parent not in ours)
 
 
 def _optimization(version: VersionHeader) -> Sequence[str]:

@@ -26,6 +26,12 @@ from pathlib import Path
 from attention_kernels.ladder.compilers import BuildError
 
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*)*\(")
+# Dynamic shared memory, before and after the preprocessor.
+UNSIZED = re.compile(rb"\bextern\s+(?:__align__\s*\(\w+\)|alignas\(\w+\))?\s*__shared__\b")
+_ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)\))\s*)?"
+DYNAMIC = re.compile(
+    rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
+)
 MARKER = re.compile(r'^# (\d+) "([^"\n]*)"((?: \d)*)\n', re.M)
 STRING = re.compile(r'R"(\w*)\((?s:(.*?))\)\1"|("(?:\\.|[^"\\])*")')
 TOKEN = re.compile(STRING.pattern + r"|'(?:\\.|[^'\\])*'|[][(){}:,]")
@@ -111,8 +117,8 @@ lop3.b32  d a b c e  $looked_up(a, b, c, e)
 setp.<compare>[.ftz].<number>  d:bool a b  $compare("{compare}", a, b)
 setp.<compare>.<logic>[.ftz].<number>  d:bool a b c:bool  $join("{logic}", $compare("{compare}", a, b), c)
 selp.<number>  d a b c:bool  c ? a : b
-cvt[.<round>][.ftz]<relu><sat>.<D>.<S>  d:D a:S  $convert<D>("{round}", *"{relu}", *"{sat}", a)
-cvt.<round><relu>.<half>x2.f32  d:$Pair<D> a b  {$convert<D>("{round}", *"{relu}", false, b), $convert<D>("{round}", *"{relu}", false, a)}
+cvt[.<round>][.ftz]<relu><sat>.<D>.<S>  d:D a:S  $convert<D>("{round}", *"{relu}", "{sat}", a)
+cvt.<round><relu>.<half>x2.f32  d:$Pair<D> a b  {$convert<D>("{round}", *"{relu}", "", b), $convert<D>("{round}", *"{relu}", "", a)}
 cvta.to.shared.u64  d a  $shared_address(a)
 cvta.shared[::cta].u64  d a  uint64_t($at("{shared}", a))
 cvta[.to].(global|const|local|param).u64  d a  a
@@ -128,8 +134,8 @@ st.(volatile|relaxed|release)<scope><space><hints><vector>.<any>  [a] {b} q?  $s
 atom<order><scope><space>.<update>[.noftz].<atomic>  d [a] b  $atomic("{update}", $at<T>("{space}", a), b)
 atom<order><scope><space>.cas.<bits>  d [a] b c  atomicCAS($at<T>("{space}", a), b, c)
 red<order><scope><space>.<update>[.noftz]<vector>.<atomic>  [a] {b} q?  $reduce<T, N>("{update}", $at<T>("{space}", a), b);
-ldmatrix.sync.aligned[.m8n8].x<count>[.m8n8]<trans>[.shared[::cta]].b16  {d}:uint32_t [a]  uint32_t r[N]; $load<N>(r, $shared(a), *"{trans}", $SITE);
-stmatrix.sync.aligned[.m8n8].x<count>[.m8n8]<trans>[.shared[::cta]].b16  [a] {b}:uint32_t  $store<N>($shared(a), b, *"{trans}", $SITE);
+ldmatrix.sync.aligned[.m8n8].x<count><trans>[.m8n8][.shared[::cta]].b16  {d}:uint32_t [a]  uint32_t r[N]; $load<N>(r, $shared(a), *"{trans}", $SITE);
+stmatrix.sync.aligned[.m8n8].x<count><trans>[.m8n8][.shared[::cta]].b16  [a] {b}:uint32_t  $store<N>($shared(a), b, *"{trans}", $SITE);
 mma.sync.aligned.m16n8k(8|16).row.col.f32.<half>.(f16|bf16).f32  {d}:float {a}:uint32_t {b}:uint32_t {c}:float  float r[4] = c; const uint32_t x[4] = a, y[2] = b; $mma<$same("{half}", "bf16")>(r, x, y);
 mma.sync.aligned.m16n8k(8|16).row.col.f16.f16.f16.f16  {d}:$Pair<$Half> {a}:uint32_t {b}:uint32_t {c}:$Pair<$Half>  const $Pair<$Half> h[2] = c; float s[4] = {h[0].x, h[0].y, h[1].x, h[1].y}; const uint32_t x[4] = a, y[2] = b; $mma<false>(s, x, y); const $Pair<$Half> r[] = {{s[0], s[1]}, {s[2], s[3]}};
 mma.sync.aligned.m16n8k(4|8).row.col.f32.tf32.tf32.f32  {d}:float {a}:uint32_t {b}:uint32_t {c}:float  float r[4] = c; const uint32_t x[4] = a, y[2] = b; $mma_tf32(r, x, y);
@@ -248,13 +254,15 @@ def table() -> str:
     return "\n".join(["| instruction | forms |", "|---|---|", *lines])
 
 
-def contains_asm(source: bytes) -> bool:
-    """Return whether a source may contain inline PTX."""
-    return ASM.search(source.decode("latin-1")) is not None
+def is_foreign(source: bytes) -> bool:
+    """Return whether a source may contain what translate() replaces."""
+    return bool(UNSIZED.search(source) or ASM.search(source.decode("latin-1")))
 
 
 def translate(text: str, own: Path) -> str:
     """Return preprocessed source in which calls have replaced the inline PTX.
+
+    A pointer replaces `extern __shared__ T name[]`.
 
     The headers in the folder `own` and the system's may contain the CPU's assembly, which is kept.
     Raises BuildError for what is not in TABLE, with file and line.
@@ -270,12 +278,20 @@ def translate(text: str, own: Path) -> str:
             code = _Asm(sections, number, f'"{file}", {line}').code
         except _Refused as error:
             raise BuildError(f"{Path(file).name}:{line}: error: {error}") from None
-        if inner := MARKER.match(text, text.rfind("\n# ", found.start(), close) + 1):
-            line = int(inner[1])
-        line += text.count("\n", inner.end() if inner else found.start(), close)
+        for inner in MARKER.finditer(text, found.start(), close):
+            line = int(inner[1]) - text.count("\n", found.start(), inner.end())
+        line += text.count("\n", found.start(), close)
         parts += [text[end : found.start()], code, f'\n# {line} "{file}"\n']
         end = close
-    return "".join([*parts, text[end:]])
+    return DYNAMIC.sub(_pointer, "".join([*parts, text[end:]]))
+
+
+def _pointer(found: re.Match[str]) -> str:
+    """Replace an array `extern __shared__` in a function by a pointer."""
+    *alignments, kind, name = found.groups()
+    alignment = next(filter(None, alignments), "128")
+    memory = f"::attention::emulator::this_fiber().block->shared.align({alignment})"
+    return f"{kind}* const {name} = reinterpret_cast<{kind}*>({memory});"
 
 
 def _pieces(text: str, at: int, separator: str) -> tuple[list[str], int]:
