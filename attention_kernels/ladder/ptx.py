@@ -179,7 +179,7 @@ membar.(gl|sys)    __threadfence();
 membar.cta    __threadfence_block();
 (bar|barrier)[.cta].sync[.aligned]  a:int n?:int=$block_threads()  a == 0 && n == $block_threads() ? __syncthreads() : $named_barrier_sync(a, n);
 (bar|barrier)[.cta].arrive[.aligned]  a:int n:int  $named_barrier_arrive(a, n);
-bar.warp.sync  a  __syncwarp(a);
+bar.warp.sync  a:uint32_t  __syncwarp(a);
 barrier.cluster.arrive[.release|.relaxed][.aligned]    $cluster_arrive();
 barrier.cluster.wait[.acquire][.aligned]    $cluster_wait();
 setmaxnreg.inc.sync.aligned.u32  a  $raise_registers<a>();
@@ -193,7 +193,7 @@ vote.sync.ballot.b32  d a:bool b  __ballot_sync(b, a)
 redux.sync.<update>.(u32|s32|b32)  d a b:uint32_t  $reduced("{update}", a, b)
 match.any.sync.<bits>  d:uint32_t a b:uint32_t  $matching(a, b)
 activemask.b32  d  __activemask()
-elect.sync  d|p b:uint32_t  $elected(b, p)
+elect.sync  d|p:uint32_t b:uint32_t  $elected(b, p)
 nanosleep.u32  a  $poll_again();
 trap    __trap();
 exit    $exit_thread();
