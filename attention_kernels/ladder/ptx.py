@@ -26,8 +26,11 @@ from pathlib import Path
 from attention_kernels.ladder.compilers import BuildError
 
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*)*\(")
-# Dynamic shared memory, before and after the preprocessor.
-UNSIZED = re.compile(rb"\bextern\s+(?:__align__\s*\(\w+\)|alignas\(\w+\))?\s*__shared__\b")
+# What g++ does not take of CUDA, before and after the preprocessor: arrays of shared memory.
+FOREIGN = re.compile(
+    rb"\bextern\s+(?:(?:__align__|alignas)\s*\(\w+\)\s*)?__shared__\b|__shared__\s+alignas\b"
+)
+ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
 _ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)\))\s*)?"
 DYNAMIC = re.compile(
     rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
@@ -82,16 +85,16 @@ mov.<any>  d {a}:$Part<T,N>  $bits<T>($Pack<$Part<T,N>, N> a)
 mov.<any>  {d}:$Part<T,N> a  const auto r = $bits<$Pack<$Part<T,N>, N>>(a);
 add.<int>  d:U a:U b:U  a + b
 sub.<int>  d:U a:U b:U  a - b
-mul.lo.<int>  d a:W b:W  T(a * b)
-mul.hi.<int>  d a:W b:W  T(a * b >> 8 * sizeof(T))
-mul.wide.<int>  d:W a:W b:W  a * b
-mad.lo.<int>  d a:W b:W c:W  T(a * b + c)
-mad.hi.<int>  d a:W b:W c:W  T((a * b >> 8 * sizeof(T)) + c)
-mad.wide.<int>  d:W a:W b:W c:W  a * b + c
+mul.lo.<int>  d a b  T(W(a) * W(b))
+mul.hi.<int>  d a b  T(W(a) * W(b) >> 8 * sizeof(T))
+mul.wide.<int>  d:W a b  W(a) * W(b)
+mad.lo.<int>  d a b c  T(W(a) * W(b) + W(c))
+mad.hi.<int>  d a b c  T((W(a) * W(b) >> 8 * sizeof(T)) + W(c))
+mad.wide.<int>  d:W a b c:W  W(a) * W(b) + c
 div.<int>  d a b  a / b
 rem.<int>  d a b  a % b
-neg.<int>  d a:W  T(-a)
-abs.<int>  d a:W  T(a < 0 ? -a : a)
+neg.<int>  d a  T(-W(a))
+abs.<int>  d a  T(a < 0 ? -W(a) : W(a))
 min[.ftz].(<int>|<float>)  d a b  $smaller(a, b)
 max[.ftz].(<int>|<float>)  d a b  $larger(a, b)
 add[.rn][.ftz].<float>  d a b  a + b
@@ -120,7 +123,7 @@ selp.<number>  d a b c:bool  c ? a : b
 cvt[.<round>][.ftz]<relu><sat>.<D>.<S>  d:D a:S  $convert<D>("{round}", *"{relu}", "{sat}", a)
 cvt.<round><relu>.<half>x2.f32  d:$Pair<D> a b  {$convert<D>("{round}", *"{relu}", "", b), $convert<D>("{round}", *"{relu}", "", a)}
 cvta.to.shared.u64  d a  $shared_address(a)
-cvta.shared[::cta].u64  d a  uint64_t($at("{shared}", a))
+cvta.shared[::cta].u64  d a  uint64_t($at(".shared", a))
 cvta[.to].(global|const|local|param).u64  d a  a
 isspacep.shared[::cta]  d:bool a:uint64_t  $is_shared(a)
 isspacep.global  d:bool a:uint64_t  !$is_shared(a)
@@ -256,7 +259,7 @@ def table() -> str:
 
 def is_foreign(source: bytes) -> bool:
     """Return whether a source may contain what translate() replaces."""
-    return bool(UNSIZED.search(source) or ASM.search(source.decode("latin-1")))
+    return bool(FOREIGN.search(source) or ASM.search(source.decode("latin-1")))
 
 
 def translate(text: str, own: Path) -> str:
@@ -283,7 +286,8 @@ def translate(text: str, own: Path) -> str:
         line += text.count("\n", found.start(), close)
         parts += [text[end : found.start()], code, f'\n# {line} "{file}"\n']
         end = close
-    return DYNAMIC.sub(_pointer, "".join([*parts, text[end:]]))
+    text = DYNAMIC.sub(_pointer, "".join([*parts, text[end:]]))
+    return ALIGNED.sub(r"\1 static thread_local", text)
 
 
 def _pointer(found: re.Match[str]) -> str:
@@ -316,6 +320,8 @@ class _Asm:
     def __init__(self, sections: Sequence[str], number: int, place: str) -> None:
         self.number, self.place, self.declared, self.count = number, place, set[str](), 0
         sections = [MARKER.sub("", section) for section in sections]
+        if unquoted := STRING.sub("", sections[0]).strip():
+            raise _Refused(f"the text of an asm must be string literals, not {unquoted}")
         text = "".join(
             found[2] if found[3] is None else ast.literal_eval(found[3])
             for found in STRING.finditer(sections[0])
@@ -425,7 +431,7 @@ class _Asm:
             if piece.lstrip()[0] == "{" or (piece.lstrip()[0] == "[" and inner):
                 given.append(("{", inner))
             elif piece.lstrip()[0] != "[":
-                given.append(("", piece.split("|")))
+                given.append(("", [one.strip() for one in piece.split("|")]))
         known = False
         for row in ROWS:
             if found := row.pattern.fullmatch(opcode):

@@ -1,0 +1,308 @@
+"""Inline PTX in the emulator: every instruction of the table, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+
+from attention_kernels import ladder
+from attention_kernels.errors import KernelError, UnavailableBackendError
+from attention_kernels.ladder import build, header, ptx
+from tests.conftest import needs_compiler
+
+STRANGERS = header.CSRC.parents[1] / "tests" / "attention_kernels" / "strangers"
+# A warp runs each case, which stores 1 where a result is right.
+KERNEL = """
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <cstdint>
+#include "common.cuh"
+namespace attention::ATTENTION_VERSION {
+#define BITS(type, x) emulator::bit_cast<type>(x)
+__global__ void run(const float* memory, float* o) {
+  __shared__ alignas(128) uint32_t shared[256];
+  __shared__ uint64_t barrier;
+  const unsigned lane = threadIdx.x;
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t at_barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
+  for (int i = lane; i < 256; i += 32) shared[i] = i;
+  __syncwarp();
+%s
+}
+int64_t scratch_floats(const Params&) { return 0; }
+cudaError_t launch(const Params& p, cudaStream_t s) {
+  return launch_kernel(run, 1, 32, 0, s, static_cast<const float*>(p.q), static_cast<float*>(p.o));
+}
+}
+"""
+A, B, C = '"r"(0x89abcdefu + lane)', '"r"(0x01234567u)', '"r"(5)'
+HALVES = '"r"(0x3c004000u), "r"(0x40003c00u)'  # (2, 1) and (1, 2), the lower one first
+F, G = '"f"(1.5f + lane)', '"f"(-2.25f)'
+WIDE = '"l"(0x123456789abcdef0ull), "l"(7ull)'
+CASES = [
+    # instruction, constraint of the result, inputs, expected
+    ("mov.u32 %0, %%laneid;", "r", "", "lane"),
+    ("mov.u32 %0, %tid.x;", "r", "", "lane"),
+    ("mov.u32 %0, %%ntid.x;", "r", "", "32"),
+    ("mov.u32 %0, %%lanemask_lt;", "r", "", "(1u << lane) - 1"),
+    ("mov.u32 %0, %%lanemask_ge;", "r", "", "~((1u << lane) - 1)"),
+    ("mov.b32 %0, 0x3f800000;", "f", "", "1.0f"),
+    ("mov.f32 %0, 0f40490FDB;", "f", "", "3.14159274f"),
+    ("mov.b32 %0, {%1, %2};", "r", '"h"((short)1), "h"((short)2)', "0x20001u"),
+    ("mov.b64 %0, {%1, %2};", "l", f"{A}, {B}", "uint64_t{0x01234567} << 32 | (0x89abcdefu + lane)"),
+    ("{.reg .b32 lo, hi; mov.b64 {lo, hi}, %1; mov.b32 %0, hi;}", "r", WIDE[:28], "0x12345678u"),
+    ("add.s32 %0, %1, %2;", "r", f"{A}, {B}", "0x89abcdefu + lane + 0x01234567u"),
+    ("sub.u32 %0, %1, %2;", "r", f"{B}, {C}", "0x01234562u"),
+    ("add.u64 %0, %1, %2;", "l", WIDE, "0x123456789abcdef7ull"),
+    ("mul.lo.u32 %0, %1, %2;", "r", f"{A}, {B}", "(0x89abcdefu + lane) * 0x01234567u"),
+    ("mul.hi.u32 %0, %1, %2;", "r", f"{A}, {B}", "(0x89abcdefull + lane) * 0x01234567u >> 32"),
+    ("mul.hi.s32 %0, %1, %2;", "r", '"r"(-7), "r"(1 << 30)', "unsigned(-2)"),
+    ("mul.wide.u32 %0, %1, %2;", "l", f"{A}, {B}", "(0x89abcdefull + lane) * 0x01234567u"),
+    ("mul.wide.s16 %0, %1, %2;", "r", '"h"((short)-3), "h"((short)5)', "unsigned(-15)"),
+    ("mad.lo.s32 %0, %1, %1, %1;", "r", C, "30"),
+    ("mad.hi.u32 %0, %1, %2, %3;", "r", f"{A}, {B}, {C}",
+     "((0x89abcdefull + lane) * 0x01234567u >> 32) + 5"),
+    ("mad.wide.u32 %0, %1, %1, %2;", "l", f'{C}, "l"(1ull << 40)', "(1ull << 40) + 25"),
+    ("div.s32 %0, %1, %2;", "r", f'"r"(-17), {C}', "unsigned(-3)"),
+    ("rem.s32 %0, %1, %2;", "r", f'"r"(-17), {C}', "unsigned(-2)"),
+    ("neg.s32 %0, %1;", "r", C, "unsigned(-5)"),
+    ("abs.s32 %0, %1;", "r", '"r"(-9)', "9"),
+    ("min.s32 %0, %1, %2;", "r", f"{A}, {C}", "0x89abcdefu + lane"),
+    ("max.u32 %0, %1, %2;", "r", f"{A}, {C}", "0x89abcdefu + lane"),
+    ("min.f32 %0, %1, %2;", "f", f"{F}, {G}", "-2.25f"),
+    ("max.f16x2 %0, %1, %2;", "r", HALVES, "0x40004000u"),
+    ("add.rn.ftz.f32 %0, %1, %2;", "f", f"{F}, {G}", "1.5f + lane - 2.25f"),
+    ("sub.f64 %0, %1, 0.5;", "d", '"d"(2.0)', "1.5"),
+    ("mul.f16x2 %0, %1, %2;", "r", HALVES, "0x40004000u"),
+    ("add.f16 %0, %1, %1;", "h", '"h"((short)0x3c00)', "0x4000"),
+    ("fma.rn.bf16x2 %0, %1, %1, %1;", "r", '"r"(0x40003f80u)', "0x40c04000u"),
+    ("fma.rn.f32 %0, %1, %2, 0f3F800000;", "f", f"{F}, {G}", "fmaf(1.5f + lane, -2.25f, 1)"),
+    ("div.approx.f32 %0, %1, %2;", "f", f"{F}, {G}", "(1.5f + lane) / -2.25f"),
+    ("ex2.approx.ftz.f32 %0, %1;", "f", F, "exp2f(1.5f + lane)"),
+    ("lg2.approx.f32 %0, %1;", "f", F, "log2f(1.5f + lane)"),
+    ("rcp.rn.f32 %0, %1;", "f", F, "1 / (1.5f + lane)"),
+    ("rsqrt.approx.f32 %0, %1;", "f", F, "1 / sqrtf(1.5f + lane)"),
+    ("tanh.approx.f32 %0, %1;", "f", G, "tanhf(-2.25f)"),
+    ("neg.f32 %0, %1;", "f", G, "2.25f"),
+    ("abs.bf16x2 %0, %1;", "r", '"r"(0xbf80c000u)', "0x3f804000u"),
+    ("and.b32 %0, %1, %2;", "r", f"{A}, {B}", "(0x89abcdefu + lane) & 0x01234567u"),
+    ("or.b64 %0, %1, %2;", "l", WIDE, "0x123456789abcdef7ull"),
+    ("xor.b32 %0, %1, 0xff;", "r", C, "0xfau"),
+    ("not.b32 %0, %1;", "r", C, "~5u"),
+    ("{.reg .pred p, q; setp.eq.u32 p, %1, 5; not.pred q, p; xor.pred p, p, q;"
+     " selp.u32 %0, 7, 9, p;}", "r", C, "7"),
+    ("shl.b32 %0, %1, 33;", "r", C, "0"),
+    ("shr.s32 %0, %1, 40;", "r", A, "~0u"),
+    ("shr.u32 %0, %1, 4;", "r", A, "(0x89abcdefu + lane) >> 4"),
+    ("shf.l.wrap.b32 %0, %1, %2, 8;", "r", f"{A}, {B}", "0x23456789u"),
+    ("shf.r.clamp.b32 %0, %1, %2, 32;", "r", f"{A}, {B}", "0x01234567u"),
+    ("bfe.u32 %0, %1, 8, 12;", "r", B, "0x345u"),
+    ("bfe.s32 %0, %1, 4, 4;", "r", '"r"(0xa0)', "unsigned(-6)"),
+    ("bfi.b32 %0, %1, %2, 4, 8;", "r", f"{C}, {B}", "0x01234057u"),
+    ("brev.b32 %0, %1;", "r", C, "0xa0000000u"),
+    ("popc.b32 %0, %1;", "r", B, "12"),
+    ("popc.b64 %0, %1;", "r", '"l"(~0ull)', "64"),
+    ("clz.b32 %0, %1;", "r", B, "7"),
+    ("prmt.b32 %0, %1, %2, 0x5410;", "r", f"{B}, {C}", "0x00054567u"),
+    ("lop3.b32 %0, %1, %2, %3, 0xe8;", "r", f"{C}, {B}, {A}",
+     "(5u & 0x01234567u) | (5u & (0x89abcdefu + lane)) | (0x01234567u & (0x89abcdefu + lane))"),
+    ("{.reg .pred p; setp.lt.and.s32 p, %1, 6, 1; selp.b32 %0, 1, 0, p;}", "r", C, "1"),
+    ("{.reg .pred p; setp.neu.f32 p, %1, %1; selp.b32 %0, 1, 0, p;}", "r",
+     '"f"(NAN)', "1"),
+    ("{.reg .pred p; setp.ne.f32 p, %1, %1; selp.b32 %0, 1, 0, p;}", "r", '"f"(NAN)', "0"),
+    ("{.reg .pred p; setp.gt.u32 p, %1, 9; mov.u32 %0, 1; @!p mov.u32 %0, 2;}", "r",
+     '"r"(lane)', "lane > 9 ? 1 : 2"),
+    ("{.reg .u32 i; mov.u32 i, 0; mov.u32 %0, 0; LOOP: add.u32 %0, %0, %1; add.u32 i, i, 1;"
+     " {.reg .pred p; setp.lt.u32 p, i, 4; @p bra LOOP;} // four times\n}", "r", C, "20"),
+    ("cvt.rn.f16.f32 %0, %1;", "h", G, "0xc080"),
+    ("cvt.rn.bf16x2.f32 %0, %1, %2;", "r", f'"f"(1.0f), "f"(2.0f)', "0x3f804000u"),
+    ("cvt.rz.f16x2.f32 %0, %1, %1;", "r", '"f"(1.9999f)', "0x3fff3fffu"),
+    ("cvt.rn.relu.f16x2.f32 %0, %1, %2;", "r", '"f"(-1.0f), "f"(2.0f)', "0x4000u"),
+    ("cvt.f32.f16 %0, %1;", "f", '"h"((short)0x3c00)', "1.0f"),
+    ("cvt.rna.tf32.f32 %0, %1;", "r", '"f"(1.0f + 0x1p-11f)', "0x3f802000u"),
+    ("cvt.rni.s32.f32 %0, %1;", "r", '"f"(2.5f)', "2"),
+    ("cvt.rzi.u32.f32 %0, %1;", "r", '"f"(-3.0f)', "0"),
+    ("cvt.rmi.f32.f32 %0, %1;", "f", G, "-3.0f"),
+    ("cvt.rn.f32.s32 %0, %1;", "f", '"r"(-3)', "-3.0f"),
+    ("cvt.u64.u32 %0, %1;", "l", A, "0x89abcdefull + lane"),
+    ("cvt.s32.s8 %0, %1;", "r", '"r"(0x80)', "unsigned(-128)"),
+    ("cvt.sat.u8.s32 %0, %1;", "r", '"r"(300)', "255"),
+    ("cvta.to.shared.u64 %0, %1;", "l", '"l"(shared)', "at"),
+    ("cvta.to.global.u64 %0, %1;", "l", '"l"(memory)', "(uint64_t)memory"),
+    ("cvta.shared.u64 %0, %1;", "l", '"l"((uint64_t)at)', "(uint64_t)shared"),
+    ("{.reg .pred p; isspacep.shared p, %1; selp.b32 %0, 1, 0, p;}", "r", '"l"(shared)', "1"),
+    ("{.reg .pred p; isspacep.global p, %1; selp.b32 %0, 1, 0, p;}", "r", '"l"(shared)', "0"),
+    ("getctarank.shared::cluster.u32 %0, %1;", "r", '"r"(at)', "0"),
+    ("ld.shared.u32 %0, [%1 + 8];", "r", '"r"(at)', "2"),
+    ("{.reg .b32 a, b; ld.shared::cta.v2.b32 {a, b}, [%1]; add.u32 %0, a, b;}", "r",
+     '"r"(at + 8 * lane)', "4 * lane + 1"),
+    ("ld.shared.u8 %0, [%1+4];", "r", '"r"(at + 4)', "2"),
+    ("ld.volatile.shared.u32 %0, [%1];", "r", '"r"(at + 4 * lane)', "lane"),
+    ("ld.global.nc.L1::no_allocate.f32 %0, [%1];", "f", '"l"(memory)', "memory[0]"),
+    ("ld.acquire.gpu.global.b32 %0, [%1];", "f", '"l"(memory)', "memory[0]"),
+    ("st.shared.v2.b32 [%1], {%2, 9}; ld.shared.u32 %0, [%1 + 4];", "r",
+     f'"r"(at + 512 + 8 * lane), {C}', "9"),
+    ("st.relaxed.cta.shared.u32 [%1], %2; ld.shared.u32 %0, [%1];", "r",
+     f'"r"(at + 512 + 4 * lane), {C}', "5"),
+    ("atom.shared.add.u32 %0, [%1], 3;", "r", '"r"(at + 4 * lane)', "lane"),
+    ("atom.acq_rel.cta.shared.cas.b32 %0, [%1], 77, 78;", "r", '"r"(at + 4 * lane)', "lane + 3"),
+    ("red.shared.max.s32 [%1], %2; ld.shared.u32 %0, [%1];", "r",
+     f'"r"(at + 512 + 4 * lane), "r"(1000)', "1000"),
+    ("atom.shared.inc.u32 %0, [%1], 1000; ld.shared.u32 %0, [%1];", "r",
+     '"r"(at + 512 + 4 * lane)', "0"),
+    ("shfl.sync.bfly.b32 %0, %1, 1, 0x1f, 0xffffffff;", "r", '"r"(lane)', "lane ^ 1"),
+    ("{.reg .pred p; .reg .b32 x; shfl.sync.up.b32 x|p, %1, 2, 0, -1; selp.b32 %0, x, 99, p;}",
+     "r", '"r"(lane)', "lane < 2 ? 99 : lane - 2"),
+    ("{.reg .pred p; .reg .b32 x; shfl.sync.down.b32 x|p, %1, 1, 0x1807, -1;"
+     " selp.b32 %0, x, 99, p;}", "r", '"r"(lane)', "lane % 8 == 7 ? 99 : lane + 1"),
+    ("shfl.sync.idx.b32 %0, %1, 3, 0x1f, -1;", "r", '"r"(lane * 2)', "6"),
+    ("{.reg .pred p; setp.lt.u32 p, %1, 3; vote.sync.ballot.b32 %0, p, -1;}", "r", '"r"(lane)', "7"),
+    ("{.reg .pred p; setp.lt.u32 p, %1, 3; vote.sync.any.pred p, !p, -1; selp.b32 %0, 1, 0, p;}",
+     "r", '"r"(lane)', "1"),
+    ("{.reg .pred p; setp.lt.u32 p, %1, 3; vote.sync.all.pred p, p, -1; selp.b32 %0, 1, 0, p;}",
+     "r", '"r"(lane)', "0"),
+    ("redux.sync.add.u32 %0, %1, 0xffffffff;", "r", '"r"(lane)', "496"),
+    ("redux.sync.max.s32 %0, %1, 0xffffffff;", "r", '"r"(lane - 5)', "26"),
+    ("match.any.sync.b32 %0, %1, 0xffffffff;", "r", '"r"(lane / 16)', "0xffffu << lane / 16 * 16"),
+    ("activemask.b32 %0;", "r", "", "~0u"),
+    ("{.reg .pred p; elect.sync %0|p, -1; @!p mov.u32 %0, 5;}", "r", "", "lane == 0 ? 0 : 5"),
+    ("{.reg .b32 x; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%1], {%2};"
+     " ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];}", "r",
+     '"r"(at + 512 + 16 * (lane % 8)), "r"(lane * 2 | (lane * 2 + 1) << 16)',
+     "(lane % 4 * 2 * 8 + lane / 4) | (lane % 4 * 2 * 8 + 8 + lane / 4) << 16"),
+    ("cp.async.ca.shared.global [%1], [%2], 4; cp.async.wait_all; ld.shared.f32 %0, [%1];", "f",
+     '"r"(at + 512 + 4 * lane), "l"(memory + lane)', "memory[lane]"),
+    ("cp.async.ca.shared.global [%1], [%2], 4, 0; cp.async.commit_group; cp.async.wait_group 0;"
+     " ld.shared.f32 %0, [%1];", "f", '"r"(at + 512 + 4 * lane), "l"(memory + lane)', "0.0f"),
+    ("bar.warp.sync -1; fence.acq_rel.gpu; membar.cta; nanosleep.u32 20; prefetch.global.L2 [%1];"
+     " mov.u32 %0, 1;", "r", '"l"(memory)', "1"),
+    ("{.reg .pred p; .reg .b64 s; setp.ne.u32 p, %2, 0; @!p mbarrier.init.shared.b64 [%1], 32;"
+     " bar.warp.sync -1; mbarrier.arrive.shared.b64 s, [%1];"
+     " W: mbarrier.test_wait.shared.b64 p, [%1], s; @!p bra W; mov.u32 %0, 1;}",
+     "r", '"r"(at_barrier), "r"(lane)', "1"),
+    ("{.reg .pred p; cp.async.mbarrier.arrive.noinc.shared.b64 [%1];"
+     " W: mbarrier.try_wait.parity.shared.b64 p, [%1], 1, 1000; @!p bra W; mov.u32 %0, 1;}",
+     "r", '"r"(at_barrier)', "1"),
+    ("cp.async.mbarrier.arrive.shared.b64 [%1]; mbarrier.expect_tx.relaxed.cta.shared.b64 [%1], 0;"
+     " mbarrier.inval.shared.b64 [%1]; mov.u32 %0, 1;", "r", '"r"(at_barrier)', "1"),
+    ("{.reg .pred p; setp.eq.u32 p, %2, 0; st.shared.f32 [%1], 0f40400000;"
+     " fence.proxy.async.shared::cta; bar.warp.sync -1;"
+     " @p cp.async.bulk.global.shared::cta.bulk_group [%3], [%1], 16;"
+     " @p cp.async.bulk.commit_group; @p cp.async.bulk.wait_group 0; bar.warp.sync -1;"
+     " ld.global.f32 %0, [%3];}", "f", '"r"(at + 512), "r"(lane), "l"(memory + 32)', "3.0f"),
+    ("cp.async.bulk.prefetch.L2.global [%1], 16; fence.proxy.async.global; fence.sc.cta;"
+     " cp.async.bulk.prefetch.tensor.2d.L2.global [%1, {0, 0}]; membar.gl; mov.u32 %0, 1;", "r",
+     '"l"(memory)', "1"),
+    ("{.reg .b32 x; mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, x}, {%1, %1, %1, %1},"
+     " {%1, %1}, {%1, %1};}", "r", '"r"(0x3c003c00)', "0x4c404c40"),
+    ("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, _, _, _}, {%1, %1}, {%1},"
+     " {%2, %2, %2, %2};", "f", '"r"(0x3f803f80), "f"(0.5f)', "8.5f"),
+    ("barrier.cta.sync.aligned 0; bar.sync 1, 32; mov.u32 %0, 1;", "r", "", "1"),
+    ("{.reg .pred p; setp.lt.u32 p, %1, 99; @p exit; trap;}", "r", '"r"(lane)', "0"),
+]  # fmt: skip
+STORED = {"r": "uint32_t", "l": "uint64_t", "h": "uint16_t", "f": "float", "d": "double"}
+
+pytestmark = needs_compiler
+
+
+def statement(text, constraint, inputs, expected, row):
+    kind = STORED[constraint]
+    escaped = text.replace("\n", "\\n")
+    return (
+        f"  {{ {kind} x = 0; o[{row} * 32 + lane] = {'1' if 'exit' in text else '0'}; "
+        f'asm volatile("{escaped}" : "={constraint}"(x) : {inputs}); '
+        f"o[{row} * 32 + lane] = x == static_cast<{kind}>({expected}); }}"
+    )
+
+
+def kernel_of(tmp_path, body, name="asm.cu"):
+    file = tmp_path / name
+    file.write_text(KERNEL % body)
+    return ladder.resolve(str(file))
+
+
+def test_every_instruction_does_what_plain_code_does(tmp_path):
+    body = "\n".join(statement(*case, row) for row, case in enumerate(CASES))
+    q = torch.arange(32.0 * len(CASES)).reshape(1, -1, 1, 32) + 1
+    right = kernel_of(tmp_path, body).attention(q, q, q)[0, :, 0]
+    wrong = [CASES[i][0] for i in range(len(CASES)) if not bool((right[i] == 1).all())]
+    assert wrong == [], "\n".join(wrong)
+
+
+def preprocessed(file, csrc=header.CSRC):
+    command = [*build.compilers.binding_flags("emulator", csrc), *build.PTX_FLAGS]
+    macros = build.compilers.macros(header.of_file(file).builds()[0])
+    return build.compilers.output_of([*command, *macros, "-E", "-x", "c++", str(file)])
+
+
+def raw_copy(folder):
+    """Copy csrc so that its kernels call the asm of ptx.cuh, tma.cuh and wgmma.cuh.
+
+    The copies of the functions have other names, as the emulator's are there, too.
+    """
+    csrc = folder / "csrc"
+    shutil.copytree(header.CSRC, csrc)
+    for file in [csrc / "ptx.cuh", csrc / "tma.cuh", csrc / "wgmma.cuh", *csrc.glob("*/v*.cu")]:
+        text = re.sub(r"\bptx(?=::| \{|;)", "raw", file.read_text("utf-8"))
+        text = text.replace("#ifdef ATTENTION_EMULATOR", "#ifdef ATTENTION_NEVER")
+        text = re.sub(r"\b(Swizzle|make_tensor_map)\b", r"raw_\1", text)
+        file.write_text(f"{text}\n// asm(\n", "utf-8")
+    return csrc
+
+
+def test_the_cases_the_headers_and_the_strangers_use_the_whole_table(tmp_path, monkeypatch):
+    used, matched = set(), ptx._Asm._matched
+
+    def noting(self, row, *rest):
+        if (code := matched(self, row, *rest)) is not None:
+            used.add(row)
+        return code
+
+    monkeypatch.setattr(ptx._Asm, "_matched", noting)
+    csrc = raw_copy(tmp_path)
+    includes = (f'#include "{name}.cuh"\n' for name in ("ptx", "tma", "wgmma"))
+    every = tmp_path / "csrc" / "fp32" / "every.cu"
+    every.write_text("".join(includes))
+    files = [every, *STRANGERS.glob("*.cu")]
+    body = "\n".join(statement(*case, row) for row, case in enumerate(CASES))
+    texts = [f'# 1 "/case.cu"\n{body}', *(preprocessed(file, csrc) for file in files)]
+    for text in texts:
+        translated = ptx.translate(text, csrc / "emulator")
+        assert not re.search(r"asm[ a-z]*\(\s*\"[^\"]*%[0-9]", translated.rsplit(".cu", 1)[-1])
+    assert not (unused := [row.instruction for row in ptx.ROWS if row not in used]), "\n".join(unused)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('asm("tcgen05.fence;");', "does not take `tcgen05.fence`"),
+        ('asm("add.sat.s32 %0, %1, 1;" : "=r"(x) : "r"(x));', "does not take `add.sat.s32 %0, %1, 1`"),
+        ('asm("add.u32 %0, %1;" : "=r"(x) : "r"(x));', "`add.u32 %0, %1` with these operands"),
+        ('asm("mov.u32 %0, r;" : "=r"(x));', "has no register r"),
+        ('asm("mov.u64 %0, %%clock64;" : "=l"(y));', "has no register %clock64"),
+        ('asm("mov.u32 %0, %2;" : "=r"(x) : "r"(x));', "has no register %2"),
+        ('asm("mov.u32 %0, 1;" : "=a"(x));', 'does not take the operand "=a"(x)'),
+        ('asm("{.reg .b128 q;}");', "has no register of type .b128"),
+        ('asm("mov.u32 %0, 1" : "=r"(x));', "`;` is missing"),
+        ('asm("bar.red.popc.u32 %0, 0, p;" : "=r"(x));', "does not take `bar.red.popc.u32"),
+        ('asm("mov.u32 %0, %1;" : "=r"(x) : "r"(y));', None),
+        ('asm("mov.u32 %0, 1;" : "=l"(x));', "size of an asm operand does not match its constraint"),
+        ('asm("mov.f32 %0, %1;" : "=f"(f) : "r"(f));', "type of an asm operand does not match"),
+        ('asm("add.u64 %0, %0, 1;" : "+r"(x));', "register is too narrow for the instruction"),
+    ],
+)
+def test_what_is_not_taken_is_an_error_of_the_build_with_its_line(tmp_path, text, told):
+    spec = kernel_of(tmp_path, f"  unsigned x = 0; uint64_t y = 0; float f = 0;\n  {text}\n  o[lane] = x + y + f;")
+    if told is None:
+        spec.prepare("cpu")
+        return
+    with pytest.raises(UnavailableBackendError) as caught:
+        spec.prepare("cpu")
+    line = (KERNEL % "\n§").split("§")[0].count("\n") + 1
+    assert told in str(caught.value)
+    assert f"asm.cu:{line}:" in str(caught.value) or "inline_ptx.h" in str(caught.value)
+
+
