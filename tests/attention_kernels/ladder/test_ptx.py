@@ -7,10 +7,12 @@ import shutil
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from attention_kernels import ladder
 from attention_kernels.errors import KernelError, UnavailableBackendError
 from attention_kernels.ladder import build, header, ptx
+from attention_kernels.ladder.op import load_op
 from tests.conftest import needs_compiler
 
 STRANGERS = header.CSRC.parents[1] / "tests" / "attention_kernels" / "strangers"
@@ -306,3 +308,133 @@ def test_what_is_not_taken_is_an_error_of_the_build_with_its_line(tmp_path, text
     assert f"asm.cu:{line}:" in str(caught.value) or "inline_ptx.h" in str(caught.value)
 
 
+FAULTS = [
+    ("ld.shared.u32 %0, [%1];", '"r"(at + (1 << 20))', "address is not in shared memory"),
+    ("ld.global.v2.f32 {%0, _}, [%1];", '"l"(memory + 1)', "misaligned"),
+    ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 %0, [%1];", '"r"(at + 2)',
+     "ldmatrix() at {}: a row does not begin at a multiple of 16 bytes"),
+    ("mbarrier.arrive.shared.b64 _, [%1];", '"r"(at_barrier)', "barrier_arrive() at {}: the barrier"),
+    ("trap;", "", "__trap() at {}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "inputs", "told"), FAULTS)
+def test_an_error_of_an_instruction_names_the_line(tmp_path, text, inputs, told):
+    spec = kernel_of(tmp_path, f'  unsigned x;\n\n  asm("{text}" : "=r"(x) :\n {inputs});\n  o[lane] = x;')
+    line = (KERNEL % "\n\n§").split("§")[0].count("\n") + 1
+    x = torch.zeros(1, 1, 1, 32)
+    with pytest.raises(KernelError) as caught:
+        spec.attention(x, x, x)
+    assert told.format(f"asm.cu:{line}") in str(caught.value)
+    assert f"asm.cu:{line}" in str(caught.value)
+
+
+def test_asm_in_macros_templates_and_several_lines_is_taken_where_it_stands(tmp_path):
+    head = """
+#define TEXT(type) "add." #type " "
+#define ADD(type, to, ...) \\
+  asm volatile(TEXT(type) "%0, %0, %1;" /* the sum */ : "+r"(to) : "n"(__VA_ARGS__))
+template <int kMore, typename T>
+__device__ T more(T x) {
+  if (x > 100)
+    ADD(u32, x, kMore ? 2 : 1);
+  else
+    __asm__ __volatile__(R"(
+      { .reg .u32 y; // a comment
+        mov.u32 y, %1;
+        add.u32 %0, %0, y; /* another */ })"
+                         : "+r"(x)
+                         : "n"(
+// between
+#if 1
+                             kMore));
+#endif
+  return x;
+}
+namespace attention"""
+    body = "  o[lane] = more<3>(10u) + more<1>(101u) * 100;\n  o[lane] += __LINE__ * 1e5f;"
+    file = tmp_path / "asm.cu"
+    text = (KERNEL % body).replace("namespace attention", head.lstrip(), 1)
+    file.write_text(text)
+    x = torch.zeros(1, 1, 1, 32)
+    line = text.split("__LINE__")[0].count("\n") + 1
+    assert ladder.resolve(str(file)).attention(x, x, x).unique().tolist() == [line * 1e5 + 10313]
+
+
+PIPELINED = """
+  __shared__ cuda::barrier<cuda::thread_scope_block> bar;
+  __shared__ float copied[64];
+  if (lane == 0) init(&bar, 32);
+  __syncwarp();
+  auto token = bar.arrive();
+  bar.wait(std::move(token));
+  cuda::memcpy_async(&copied[lane], memory + lane, sizeof(float), bar);
+  bar.arrive_and_wait();
+  auto pipe = cuda::make_pipeline();
+  for (int i = 0; i < 2; ++i) {
+    pipe.producer_acquire();
+    cuda::memcpy_async(&copied[lane + 32 * i], memory + lane + 32 * i, sizeof(float), pipe);
+    pipe.producer_commit();
+  }
+  pipe.consumer_wait();
+  const float first = copied[lane];
+  const bool late = !(copied[lane + 32] == memory[lane + 32]);
+  pipe.consumer_release();
+  pipe.consumer_wait();
+  const auto tile = cooperative_groups::tiled_partition<16>(cooperative_groups::this_thread_block());
+  const auto warp = cooperative_groups::coalesced_threads();
+  o[lane] = first + copied[lane + 32] + (late ? 1000 : 0) +
+            (tile.ballot(lane % 2) == 0xaaaa && tile.any(1) && !tile.all(lane % 2)) * 2000 +
+            (tile.shfl(lane, 3) == lane / 16 * 16 + 3 && warp.shfl_down(lane, 1) != lane - 1) * 4000 +
+            (cooperative_groups::reduce(warp, 1, cooperative_groups::plus<int>()) == 32) * 8000;
+"""
+
+
+def test_barriers_pipelines_and_groups_of_the_headers(tmp_path):
+    includes = ("cuda/barrier", "cuda/pipeline", "cooperative_groups.h", "cooperative_groups/reduce.h")
+    file = tmp_path / "asm.cu"
+    file.write_text("".join(f"#include <{name}>\n" for name in includes) + KERNEL % PIPELINED)
+    q = torch.arange(64.0).reshape(1, 2, 1, 32)
+    o = ladder.resolve(str(file)).attention(q, q, q)[0, 0, 0]
+    assert o.tolist() == (q[0, 0, 0] + q[0, 1, 0] + 15000).tolist()
+
+
+def bits(spec, dtype, head_dim):
+    g = torch.Generator().manual_seed(0)
+    outputs = []
+    for seqlen, is_causal in ((65, True), (130, False)):
+        q, k, v = (torch.randn(1, seqlen, 2, head_dim, generator=g).to(dtype) for _ in range(3))
+        outputs.append((q, k, v, is_causal, spec.attention(q, k, v, is_causal=is_causal)))
+    return outputs
+
+
+@pytest.mark.parametrize("file", sorted(STRANGERS.glob("*.cu")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("races", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_strangers_kernel_is_right(file, races):
+    version = header.of_file(file)
+    if races:
+        version = header.race_checked(version)
+    op = load_op(version, "cpu", file.stem)
+    for seqlen, is_causal in ((65, True), (130, False)):
+        g = torch.Generator().manual_seed(seqlen)
+        shape, dtype = (1, seqlen, 2, version.head_dims[0]), getattr(torch, version.dtype)
+        q, k, v = (torch.randn(*shape, generator=g).to(dtype) for _ in range(3))
+        o = op(q, k, v, shape[-1] ** -0.5, is_causal)
+        inputs = (x.transpose(1, 2).double() for x in (q, k, v))
+        expected = scaled_dot_product_attention(*inputs, is_causal=is_causal).transpose(1, 2)
+        assert (o - expected).abs().max() < (1e-3 if dtype == torch.float16 else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["hopper/v09", "fp32/v17", "fp32/v21", "fp32/v27", "fp32/v28", "fp32/v35", "fp32/v36"]
+)
+def test_the_asm_of_our_headers_gives_the_bits_of_their_twins(tmp_path, name):
+    copy = raw_copy(tmp_path)
+    results = []
+    for csrc in (header.CSRC, copy):
+        (file,) = csrc.glob(f"{name}_*.cu")
+        spec, version = ladder.resolve(str(file)), header.of_file(file)
+        outputs = bits(spec, getattr(torch, version.dtypes[0]), version.head_dims[-1])
+        results.append([o for *_, o in outputs])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
