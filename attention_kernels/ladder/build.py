@@ -92,10 +92,12 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     shared += ["-isystem", str(root / "include")]
     command = [*flags, *hidden, *extra, "-c", str(version.path)]
     sources = [version.path, csrc / "binding.cpp"]
-    is_foreign = target == "emulator" and not version.is_host and _is_foreign(version.path, csrc, flags)
+    is_foreign = (
+        target == "emulator" and not version.is_host and _is_foreign(version.path, csrc, flags)
+    )
     if is_foreign:
         sources.append(csrc / "emulator" / "inline_ptx.h")
-        more.append(Path(ptx.__file__).read_text("utf-8"))
+        more.extend(path.read_text("utf-8") for path in (Path(ptx.__file__), ptx.FILE))
 
     def make(library: Path) -> None:
         _tell(f"building {label or version.path.name} for {purpose} ...")
@@ -121,7 +123,7 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
 
 
 def _is_foreign(file: Path, csrc: Path, flags: Sequence[str]) -> bool:
-    """Return whether a version contains what ptx.translate() replaces, apart from that of ptx.cuh and its like."""
+    """Return whether a version, apart from csrc's headers, contains what ptx.py translates."""
     ours = [csrc, csrc / "emulator"]
     texts = (Path(name) for name in digests([file], csrc, flags))
     return any(ptx.is_foreign(one.read_bytes()) for one in texts if one.parent not in ours)

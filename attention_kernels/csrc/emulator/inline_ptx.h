@@ -64,36 +64,33 @@ To bits(const From& from) {
   return emulator::bit_cast<To>(from);
 }
 
-// Returns a register, or a number, as an instruction of type T reads it.
-template <typename T, typename From>
+// Returns a register, or a number, as an instruction of type T reads it. One that is too narrow is an
+// error of the overload resolution, which names the kernel's line.
+template <typename T, typename From, typename = std::enable_if_t<sizeof(From) >= sizeof(T)>>
 constexpr T get(const From& from) {
   constexpr bool kIsNumber = std::is_floating_point_v<From> && std::is_floating_point_v<T>;
   if constexpr (std::is_same_v<T, From>) {
     return from;
-  } else if constexpr (std::is_integral_v<From> && std::is_integral_v<T>) {
-    return static_cast<T>(from);
-  } else if constexpr (kIsNumber && sizeof(From) > sizeof(T)) {
+  } else if constexpr (kIsNumber || (std::is_integral_v<From> && std::is_integral_v<T>)) {
     return static_cast<T>(from);
   } else {
-    static_assert(sizeof(From) >= sizeof(T), "a register is too narrow for the instruction");
     return bits<T>(static_cast<Word<sizeof(T)>>(bits<Word<sizeof(From)>>(from)));
   }
 }
 
 // Writes a register; a wider one is extended with zeros or with the sign.
-template <typename T, typename To>
+template <typename T, typename To, typename = std::enable_if_t<sizeof(To) >= sizeof(T)>>
 ATTENTION_EMULATOR_INLINE void set(To& to, const T& value) {
-  if constexpr (!std::is_same_v<To, Sink>) {
-    static_assert(sizeof(To) >= sizeof(T), "a register is too narrow for the instruction");
-    Word<sizeof(To)> word;
-    if constexpr (std::is_integral_v<T>) {
-      word = static_cast<Word<sizeof(To)>>(value);
-    } else {
-      word = bits<Word<sizeof(T)>>(value);
-    }
-    std::memcpy(static_cast<void*>(&to), &word, sizeof(To));
+  Word<sizeof(To)> word;
+  if constexpr (std::is_integral_v<T>) {
+    word = static_cast<Word<sizeof(To)>>(value);
+  } else {
+    word = bits<Word<sizeof(T)>>(value);
   }
+  std::memcpy(static_cast<void*>(&to), &word, sizeof(To));
 }
+template <typename T>
+void set(const Sink&, const T&) {}
 
 // An operand as its constraint takes it.
 template <char kConstraint>
@@ -101,30 +98,28 @@ using Operand = std::conditional_t<
     kConstraint == 'f', float,
     std::conditional_t<kConstraint == 'd', double,
                        Word<kConstraint == 'h' ? 2 : kConstraint == 'r' ? 4 : 8>>>;
-template <char kConstraint, typename From>
-constexpr auto input(From from) {
-  using To = Operand<kConstraint>;
-  if constexpr (std::is_pointer_v<From> && kConstraint == 'l') {
-    return reinterpret_cast<uint64_t>(from);
-  } else {
-    static_assert(std::is_same_v<From, To> ||
-                      (std::is_integral_v<To> && (std::is_integral_v<From> || std::is_enum_v<From>)),
-                  "the type of an asm operand does not match its constraint");
-    return static_cast<To>(from);
-  }
+template <char kConstraint, typename From, typename To = Operand<kConstraint>,
+          typename = std::enable_if_t<std::is_same_v<From, To> ||
+                                      (std::is_integral_v<To> && (std::is_integral_v<From> ||
+                                                                  std::is_enum_v<From>))>>
+constexpr To input(From from) {
+  return static_cast<To>(from);
 }
-template <char kConstraint, typename To>
+template <char kConstraint, typename Target, typename = std::enable_if_t<kConstraint == 'l'>>
+uint64_t input(Target* from) {
+  return reinterpret_cast<uint64_t>(from);
+}
+template <char kConstraint, typename To,
+          typename = std::enable_if_t<sizeof(To) == sizeof(Operand<kConstraint>)>>
 constexpr To& output(To& to) {
-  static_assert(sizeof(To) == sizeof(Operand<kConstraint>),
-                "the size of an asm operand does not match its constraint");
   return to;
 }
 template <typename T>
 constexpr auto constant(T value) {
-  if constexpr (std::is_enum_v<T>) {
-    return static_cast<std::underlying_type_t<T>>(value);
-  } else {
+  if constexpr (std::is_pointer_v<T>) {
     return value;
+  } else {
+    return static_cast<int64_t>(value);
   }
 }
 

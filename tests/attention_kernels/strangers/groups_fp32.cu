@@ -46,8 +46,7 @@ __global__ void attend(const float* q, const float* k, const float* v, float* o,
     for (int j = 0; j < keys; ++j) {
       const float4 y = *reinterpret_cast<const float4*>(&sK[j][4 * lane]);
       float s = cg::reduce(tile, x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w, cg::plus<float>());
-      if (causal && n0 + j > row) s = -INFINITY;
-      s *= scale;
+      s = causal && n0 + j > row ? -INFINITY : s * scale;
       const float now = fmaxf(most, s);
       const float factor = expf(most - now), p = expf(s - now);
       const float4 z = *reinterpret_cast<const float4*>(&sV[j][4 * lane]);
