@@ -82,7 +82,7 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
         if "-march=native" in flags:
             more.append(compilers.native_macros(gxx))  # several machines may share the cache
         # Line tables (-g1) do not change the code; source_line() reads them.
-        flags += ["-g1", "-x", "c++", *_optimization(version)]
+        flags += ["-g1", *_optimization(version)]
         libraries = ["-pthread", "-ldl", EMULATOR_WRAPS]
     # libtorch.so contains only the names of torch's libraries, including those for CUDA: linking
     # those directly takes a third of a second.
@@ -90,43 +90,47 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     libraries += ["-fopenmp"] if "-fopenmp" in flags else []
     shared = [*compilers.binding_flags(target, csrc), "-O1", *hidden, *extra]
     shared += ["-isystem", str(root / "include")]
-    command = [*flags, *hidden, *extra, "-c", str(version.path)]
+    command = [*flags, *hidden, *extra]
     sources = [version.path, csrc / "binding.cpp"]
-    is_foreign = (
-        target == "emulator" and not version.is_host and _is_foreign(version.path, csrc, flags)
-    )
-    if is_foreign:
-        sources.append(csrc / "emulator" / "inline_ptx.h")
-        more.extend(path.read_text("utf-8") for path in (Path(ptx.__file__), ptx.FILE))
 
     def make(library: Path) -> None:
         _tell(f"building {label or version.path.name} for {purpose} ...")
         with _binding_lock:  # other threads need the same one
             binding = _object(f"binding-{target}", sources[1], csrc, shared, *more)
         kernel = library.with_suffix(".o")
-        if is_foreign:
-            expanded = library.with_suffix(".ii")
-            _compile([*command[:-2], "-E", *PTX_FLAGS, str(version.path)], expanded)
-            text = expanded.read_text("utf-8", "surrogateescape")
-            text = ptx.translate(text, csrc / "emulator")
-            expanded.write_text(text, "utf-8", "surrogateescape")
-            _compile([*command[:-2], "-x", "c++-cpp-output", "-c", expanded.name], kernel)
-        else:
-            _compile(command, kernel)
+        source = [str(version.path)]
+        if target == "emulator":
+            source = source_flags(version, command, version.path, library.parent)
+        _compile([*command, "-c", *source], kernel)
         # Of an inline function in both files the first is used. It has to be the binding's: a
         # version that looks for races would have the emulator report its own accesses as the
         # kernel's.
         _compile([gxx, "-shared", str(binding), kernel.name, *libraries], library)
 
-    everything = [*command, *shared, *libraries]
+    everything = [*command, str(version.path), *shared, *libraries]
     return kept(f"{version.op}-{where}", ".so", sources, csrc, everything, make, *more)
 
 
-def _is_foreign(file: Path, csrc: Path, flags: Sequence[str]) -> bool:
-    """Return whether a version, apart from csrc's headers, contains what ptx.py translates."""
+def source_flags(
+    version: VersionHeader, command: Sequence[str], source: Path, folder: Path
+) -> list[str]:
+    """Return the flags that name the source of an emulated version, or of what includes it, to g++.
+
+    That is its translation, made in the folder, if the version contains what ptx.py translates,
+    apart from csrc's own headers. command: the compiler and its flags. Raises BuildError.
+    """
+    csrc = csrc_of(version)
     ours = [csrc, csrc / "emulator"]
-    texts = (Path(name) for name in digests([file], csrc, flags))
-    return any(ptx.is_foreign(one.read_bytes()) for one in texts if one.parent not in ours)
+    texts = (Path(name) for name in digests([version.path], csrc, command))
+    if version.is_host or not any(
+        ptx.is_foreign(one.read_bytes()) for one in texts if one.parent not in ours
+    ):
+        return ["-x", "c++", str(source)]
+    file = folder / f"{source.stem}.ii"
+    compilers.output_of([*command, *PTX_FLAGS, "-E", "-x", "c++", str(source), "-o", str(file)])
+    text = file.read_text("utf-8", "surrogateescape")
+    file.write_text(ptx.translate(text, csrc / "emulator"), "utf-8", "surrogateescape")
+    return ["-x", "c++-cpp-output", str(file)]
 
 
 def _optimization(version: VersionHeader) -> Sequence[str]:
@@ -311,6 +315,8 @@ def digest_of(
     The digest does not depend on the folder that csrc is in.
     """
     words = [word.replace(str(csrc), "csrc") for word in command]
+    if "-DATTENTION_EMULATOR" in command:
+        files = [*files, csrc / "emulator" / "inline_ptx.h", ptx.FILE, Path(ptx.__file__)]
     contents = digests(files, csrc, command)
     found = sorted((Path(path).name, digest) for path, digest in contents.items())
     return digest_name(name, compilers.asked(command[0]), words, found, *more)

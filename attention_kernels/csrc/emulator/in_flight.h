@@ -113,16 +113,21 @@ struct FencedRegisters {
 
 // The sums of products in flight of a warp. The threads' variables hold poison meanwhile.
 struct SumsInFlight {
-  std::vector<float*> variables;  // by lane
-  unsigned count;                 // of a lane
+  float* variables[32];  // by lane, the first one
+  unsigned count;        // of a lane
   std::vector<float> values;  // by lane
   unsigned products = 0;      // in flight
   Site site;                  // of the first
+  std::vector<float*> each;   // by lane, unless they follow the first
+
+  float& variable(unsigned lane, unsigned i) const {
+    return each.empty() ? variables[lane][i] : *each[lane * count + i];
+  }
 };
 
 // A warp's part of a product in flight.
 struct Product {
-  float* sums;  // the first variable of lane 0
+  float* sums;  // the variable of lane 0
   unsigned group;
   unsigned columns;
   bool is_bfloat16, is_transposed, accumulates, has_a_in_registers;

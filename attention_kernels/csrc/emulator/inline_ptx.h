@@ -503,8 +503,8 @@ __attribute__((noinline)) void multiply_registers(float* const (&sums)[kSums], c
   const emulator::Site site{"wgmma.mma_async", file, line};
   if (!is_plain)
     emulator::fail(cudaErrorNotSupported, site.text() + ": the emulator has no negated operand and no transposed A");
-  begin({sums, kSums, a_registers, a, b, is_bfloat16, is_transposed, accumulates,
-         __builtin_return_address(0), /*is_asm=*/true}, site);
+  begin({sums[0], kSums, a_registers, a, b, is_bfloat16, is_transposed, accumulates,
+         __builtin_return_address(0), sums}, site);
 }
 
 [[noreturn]] inline void exit_thread() { throw emulator::ThreadExit{}; }

@@ -91,7 +91,7 @@ inline bool is_fenced(const void* registers, size_t bytes) {
 
 inline emulator::SumsInFlight* sums_in_flight(const float* variable, unsigned lane) {
   for (emulator::SumsInFlight& sums : products_of_warp().sums)
-    if (sums.variables[lane * sums.count] == variable) return &sums;
+    if (sums.variables[lane] == variable) return &sums;
   return nullptr;
 }
 
@@ -99,8 +99,8 @@ void check_fenced(const ProductCall& call, const emulator::Site& site) {
   const unsigned lane = emulator::this_fiber().thread % kWarpSize;
   const char* const text =
       " have been accessed, and no multiply_fence() that takes them was called since";
-  if (sums_in_flight(call.sums[0], lane) == nullptr &&
-      !is_fenced(call.sums[0], call.count * sizeof(float)))
+  if (sums_in_flight(call.sums, lane) == nullptr &&
+      !is_fenced(call.sums, call.count * sizeof(float)))
     product_failure(site, std::string("the sums") + text);
   if (call.a_registers != nullptr && !is_fenced(call.a_registers, 4 * sizeof(unsigned)))
     product_failure(site, std::string("the registers of A") + text);
@@ -111,12 +111,22 @@ void check_fenced(const ProductCall& call, const emulator::Site& site) {
 // A descriptor's fields, in bytes.
 struct Tile {
   unsigned start, next_columns, eight_rows;
+  unsigned first;  // address of the memory
+  const unsigned char* memory;
+  size_t bytes;
 };
 
 inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows,
                    const emulator::Site& site) {
-  const Tile tile{unsigned(descriptor & 0x3fff) << 4, unsigned(descriptor >> 16 & 0x3fff) << 4,
-                  unsigned(descriptor >> 32 & 0x3fff) << 4};
+  const emulator::SharedMemory& shared = emulator::this_fiber().block->shared;
+  Tile tile{unsigned(descriptor & 0x3fff) << 4, unsigned(descriptor >> 16 & 0x3fff) << 4,
+            unsigned(descriptor >> 32 & 0x3fff) << 4, shared.first_address(false), shared.dynamic,
+            shared.dynamic_bytes};
+  if (tile.start < tile.first) {
+    tile.first = shared.first_address(true);
+    tile.memory = shared.fixed;
+    tile.bytes = shared.fixed == nullptr ? 0 : emulator::Library::instance().tls_bytes;
+  }
   if (descriptor >> 62 != 1)
     product_failure(site, "the descriptor does not say that the tile has the 128-byte swizzle");
   if ((descriptor >> 49 & 7) != 0 || tile.start / 128 % 8 != 0)
@@ -131,12 +141,11 @@ inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows,
 // Returns the 16 bytes at an offset from a tile's start, as they are swizzled.
 inline const unsigned char* chunk_at(const Tile& tile, unsigned offset,
                                      const emulator::Site& site) {
-  const emulator::SharedMemory& shared = emulator::this_fiber().block->shared;
   const unsigned address = tile.start + offset;
-  const unsigned char* const at = shared.at_address(address ^ (address >> 7 & 7) << 4);
-  if (at == nullptr || !shared.has(at) || !shared.has(at + 15))
+  const size_t at = size_t{address ^ (address >> 7 & 7) << 4} - tile.first;
+  if (at >= tile.bytes || at + 16 > tile.bytes)
     product_failure(site, "an operand is not in shared memory", cudaErrorIllegalAddress);
-  return at;
+  return tile.memory + at;
 }
 
 // Calls chunk(address, row, k, is_transposed) for each 16 bytes of an operand of `rows` rows x 16:
@@ -221,22 +230,26 @@ inline void check_operands(const emulator::Product& product, unsigned warp) {
 // ---- Products -----------------------------------------------------------------------------------
 
 inline bool is_poisoned(const emulator::SumsInFlight& sums) {
-  return std::all_of(sums.variables.begin(), sums.variables.end(), [](const float* variable) {
-    return emulator::bit_cast<uint32_t>(*variable) == kPoisonSum;
-  });
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+    for (unsigned i = 0; i < sums.count; ++i)
+      if (emulator::bit_cast<uint32_t>(sums.variable(lane, i)) != kPoisonSum) return false;
+  }
+  return true;
 }
 
 inline emulator::SumsInFlight take_sums(const emulator::MatrixCalls& calls, unsigned count,
                                         const emulator::Site& site) {
   emulator::SumsInFlight sums{};
   sums.count = count;
+  sums.values.reserve(size_t{count} * kWarpSize);
   sums.site = site;
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
-    float* const* const mine = static_cast<const ProductCall*>(calls[lane]->fragments[0])->sums;
-    sums.variables.insert(sums.variables.end(), mine, mine + count);
+    const auto& call = *static_cast<const ProductCall*>(calls[lane]->fragments[0]);
+    sums.variables[lane] = call.sums;
+    if (call.each != nullptr) sums.each.insert(sums.each.end(), call.each, call.each + count);
     for (unsigned i = 0; i < count; ++i) {
-      sums.values.push_back(*mine[i]);
-      *mine[i] = emulator::bit_cast<float>(kPoisonSum);
+      sums.values.push_back(sums.variable(lane, i));
+      sums.variable(lane, i) = emulator::bit_cast<float>(kPoisonSum);
     }
   }
   return sums;
@@ -262,7 +275,7 @@ void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& sit
   const auto& call = *static_cast<const ProductCall*>(calls[0]->fragments[0]);
   emulator::ProductsOfWarp& mine = products_of_warp();
   const unsigned columns = 2 * call.count;
-  emulator::Product product{call.sums[0],
+  emulator::Product product{call.sums,
                             mine.group,
                             columns,
                             call.is_bfloat16,
@@ -286,7 +299,7 @@ void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& sit
   check_operands(product, warp);
   if (emulator::on_product != nullptr) emulator::on_product(product, warp);
   gather(product, warp, product.operands);
-  emulator::SumsInFlight* sums = sums_in_flight(call.sums[0], 0);
+  emulator::SumsInFlight* sums = sums_in_flight(call.sums, 0);
   if (sums == nullptr) {
     mine.sums.push_back(take_sums(calls, call.count, site));
     sums = &mine.sums.back();
@@ -364,13 +377,12 @@ inline void give(const emulator::SumsInFlight& sums, const emulator::MatrixCalls
   if (!is_poisoned(sums))
     product_failure(site, "the sums of " + product + " were written before they were complete");
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
-    float* const* const variables = &sums.variables[lane * sums.count];
     const auto& call = *static_cast<const WaitCall*>(calls[lane]->fragments[0]);
-    if (call.count >= 0 && !has(call, variables[0]))
+    if (call.count >= 0 && !has(call, sums.variables[lane]))
       product_failure(site, "the sums of " + product + " are complete, and it does not take them");
     for (unsigned i = 0; i < sums.count; ++i)
-      *variables[i] = sums.values[lane * sums.count + i];
-    forget_fence(self.thread / kWarpSize * kWarpSize + lane, variables[0]);
+      sums.variable(lane, i) = sums.values[lane * sums.count + i];
+    forget_fence(self.thread / kWarpSize * kWarpSize + lane, sums.variables[lane]);
   }
 }
 
@@ -395,7 +407,7 @@ void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& s
 void check_complete(const WaitCall& call, const emulator::Site& site) {
   const unsigned lane = emulator::this_fiber().thread % kWarpSize;
   for (const emulator::SumsInFlight& sums : products_of_warp().sums) {
-    if (has(call, sums.variables[lane * sums.count]))
+    if (has(call, sums.variables[lane]))
       product_failure(site, std::string("the sums of ") + sums.site.text().text +
                                 " are not complete: a product of them is in a later group, or in "
                                 "none");

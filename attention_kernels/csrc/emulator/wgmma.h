@@ -17,13 +17,13 @@ namespace attention::ptx {
 
 // A lane's arguments.
 struct ProductCall {
-  float* const* sums;
+  float* sums;
   int count;
   const unsigned* a_registers;  // or null
   uint64_t a, b;
   bool is_bfloat16, is_transposed, accumulates;
   const void* code;  // the call's return address
-  bool is_asm;       // whose multiply_fence() names no registers
+  float* const* each = nullptr;  // each of the sums, in asm, whose fence names no registers
 };
 
 // Registers of a thread: a variable of the kernel.
@@ -117,34 +117,23 @@ inline void multiply_commit(ATTENTION_EMULATOR_SITE) {
   emulator::meet({}, {"multiply_commit", file, line}, end_product_group);
 }
 
-template <int kSums>
-struct Pointers {
-  float* to[kSums];
-  explicit Pointers(float (&sums)[kSums]) {
-    for (int i = 0; i < kSums; ++i) to[i] = &sums[i];
-  }
-};
-
 ATTENTION_EMULATOR_INLINE void begin(const ProductCall& call, const emulator::Site& site) {
-  if (!call.is_asm) check_fenced(call, site);
+  if (call.each == nullptr) check_fenced(call, site);
   emulator::meet({nullptr, 0, 0, {&call}}, site, begin_product);
 }
 template <bool kIsBfloat16, bool kTransposed = false, int kSums>
 __attribute__((noinline)) void multiply(float (&sums)[kSums], uint64_t a, uint64_t b,
                                         bool accumulate = true, ATTENTION_EMULATOR_SITE) {
   static_assert(kSums == 16 || kSums == 32 || kSums == 64, "B has 32, 64 or 128 columns");
-  const Pointers<kSums> pointers(sums);
-  begin({pointers.to, kSums, nullptr, a, b, kIsBfloat16, kTransposed, accumulate,
-         __builtin_return_address(0), false},
+  begin({sums, kSums, nullptr, a, b, kIsBfloat16, kTransposed, accumulate,
+         __builtin_return_address(0)},
         {"multiply", file, line});
 }
 template <bool kIsBfloat16, bool kTransposed = false, int kSums>
 __attribute__((noinline)) void multiply(float (&sums)[kSums], const unsigned (&a)[4], uint64_t b,
                                         bool accumulate = true, ATTENTION_EMULATOR_SITE) {
   static_assert(kSums == 16 || kSums == 32 || kSums == 64, "B has 32, 64 or 128 columns");
-  const Pointers<kSums> pointers(sums);
-  begin({pointers.to, kSums, a, 0, b, kIsBfloat16, kTransposed, accumulate,
-         __builtin_return_address(0), false},
+  begin({sums, kSums, a, 0, b, kIsBfloat16, kTransposed, accumulate, __builtin_return_address(0)},
         {"multiply", file, line});
 }
 
