@@ -20,9 +20,10 @@ from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import CSRC
 
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*)*\(")
-# What g++ does not take of CUDA, before and after the preprocessor: arrays of shared memory.
+# What needs a translation, or only inline_ptx.h, besides asm.
 FOREIGN = re.compile(
     rb"\bextern\s+(?:(?:__align__|alignas)\s*\(\w+\)\s*)?__shared__\b|__shared__\s+alignas\b"
+    rb"|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|nanosleep|cvta_\w+)\b"
 )
 ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
 _ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)\))\s*)?"
@@ -78,11 +79,17 @@ ROWS = [Row(*map(str.strip, row)) for row in _section("instructions")]
 
 
 def table() -> str:
-    """Return a table of the instructions that are taken and of their classes, in Markdown."""
-    rows = [("instruction", "operands"), ("---", "---")]
-    rows += [(f"`{row.name}`", f"`{row.operands}`".replace("``", "")) for row in ROWS]
-    lines = [" | ".join(["", *(cell.replace("|", r"\|") for cell in row), ""]) for row in rows]
-    return "\n".join(line.strip() for line in lines)
+    """Return a table of what is taken, in Markdown."""
+    families: dict[str, dict[str, None]] = {}
+    for row in ROWS:
+        families.setdefault(re.findall(r"\w+", row.name)[0], {})[row.name] = None
+    families |= {f"<{name}>": {text.replace("?:", ""): None} for name, text in CLASSES.items()}
+    families["%"] = dict.fromkeys(SPECIAL)
+    lines = ["| instruction, class or register | forms |", "|---|---|"]
+    for family, names in families.items():
+        forms = ", ".join(f"`{name}`" for name in names).replace("|", r"\|")
+        lines.append(f"| `{family}` | {forms} |")
+    return "\n".join(lines)
 
 
 class _RefusedError(Exception):

@@ -145,7 +145,7 @@ struct IssuedProduct {
 
 struct ProductsOfWarp {
   std::vector<Product> products;
-  std::vector<SumsInFlight> sums;
+  std::vector<SumsInFlight> sums, complete;  // complete: those of asm, which may have changed since
   unsigned group = 0;  // the next one to be committed
   size_t begun = 0;    // products
 };
@@ -166,6 +166,7 @@ struct InFlight {
   std::vector<std::vector<IssuedProduct>> issued;  // by warpgroup
   unsigned products_left = 0;
   std::vector<std::vector<FencedRegisters>> fenced;  // by thread
+  std::vector<bool> lacks_fence;  // by thread: of asm, since its last sums were complete
   std::vector<unsigned> registers;                   // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;               // failed waits since anything has happened
@@ -183,6 +184,7 @@ struct InFlight {
     issued.clear();
     products_left = 0;
     fenced.clear();
+    lacks_fence.clear();
     registers.clear();
     idle = 0;
     events = 0;

@@ -131,6 +131,14 @@ constexpr bool same(const char* a, const char* b) {
 inline emulator::Fiber& self() { return emulator::this_fiber(); }
 inline unsigned rank() { return self().block->number % std::max(self().block->launch->cluster, 1u); }
 inline unsigned blocks_of_cluster() { return std::max(self().block->launch->cluster, 1u); }
+inline unsigned processors() { return std::max(emulator::Device::emulated().multiprocessors, 1); }
+// Barriers with a result are for the whole block.
+inline int zero(int barrier, int result, ATTENTION_EMULATOR_SITE) {
+  if (barrier != 0)
+    emulator::fail(cudaErrorNotSupported,
+                   emulator::Site{"bar.red", file, line}.text() + ": only barrier 0 has a result");
+  return result;
+}
 inline int block_threads() { return static_cast<int>(self().block->warp_count * 32); }
 
 // ---- Addresses ----------------------------------------------------------------------------------
@@ -521,5 +529,32 @@ inline size_t __cvta_generic_to_global(const void* pointer) {
   return reinterpret_cast<size_t>(pointer);
 }
 inline void __nanosleep(unsigned) { attention::ptx::poll_again(); }
+
+#define ATTENTION_EMULATOR_REDUCTION(name)                                        \
+  template <typename T>                                                           \
+  T __reduce_##name##_sync(unsigned mask, T value, ATTENTION_EMULATOR_SITE) {     \
+    return attention::ptx::text::reduced(#name, value, mask, file, line);         \
+  }
+ATTENTION_EMULATOR_REDUCTION(add)
+ATTENTION_EMULATOR_REDUCTION(min)
+ATTENTION_EMULATOR_REDUCTION(max)
+ATTENTION_EMULATOR_REDUCTION(and)
+ATTENTION_EMULATOR_REDUCTION(or)
+ATTENTION_EMULATOR_REDUCTION(xor)
+#undef ATTENTION_EMULATOR_REDUCTION
+template <typename T>
+unsigned __match_any_sync(unsigned mask, T value, ATTENTION_EMULATOR_SITE) {
+  return attention::ptx::text::matching(value, mask, file, line);
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  return attention::ptx::text::permuted(a, b, selector);
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned count) {
+  return attention::ptx::text::funnel(true, true, low, high, count);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned count) {
+  return attention::ptx::text::funnel(false, true, low, high, count);
+}
+inline unsigned __brev(unsigned x) { return attention::ptx::text::reversed(x); }
 
 #pragma GCC visibility pop

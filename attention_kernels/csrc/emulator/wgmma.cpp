@@ -95,8 +95,33 @@ inline emulator::SumsInFlight* sums_in_flight(const float* variable, unsigned la
   return nullptr;
 }
 
+// Whether no lane has written the sums since they were complete.
+inline bool has_same_values(const ProductCall& call, unsigned lane) {
+  for (const emulator::SumsInFlight& sums : products_of_warp().complete) {
+    if (sums.variables[lane] != call.sums || sums.count != unsigned(call.count)) continue;
+    for (unsigned i = 0; i < sums.count; ++i)
+      if (std::memcmp(call.each[i], &sums.values[lane * sums.count + i], sizeof(float)) != 0)
+        return false;
+    return true;
+  }
+  return false;
+}
+
+void fence_all() {
+  const emulator::Fiber& self = emulator::this_fiber();
+  self.block->in_flight.lacks_fence.resize(self.block->threads, true);
+  self.block->in_flight.lacks_fence[self.thread] = false;
+}
+
 void check_fenced(const ProductCall& call, const emulator::Site& site) {
   const unsigned lane = emulator::this_fiber().thread % kWarpSize;
+  if (call.each != nullptr) {
+    const auto& lacks = emulator::this_fiber().block->in_flight.lacks_fence;
+    if (sums_in_flight(call.sums, lane) == nullptr && !has_same_values(call, lane) &&
+        (lacks.empty() || lacks[emulator::this_fiber().thread]))
+      product_failure(site, "the sums have been accessed, and no wgmma.fence was executed since");
+    return;
+  }
   const char* const text =
       " have been accessed, and no multiply_fence() that takes them was called since";
   if (sums_in_flight(call.sums, lane) == nullptr &&
@@ -397,8 +422,18 @@ void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& s
     if (is_due(product)) finish(product, warp);
   mine.products.erase(std::remove_if(mine.products.begin(), mine.products.end(), is_due),
                       mine.products.end());
-  for (const emulator::SumsInFlight& sums : mine.sums)
-    if (sums.products == 0) give(sums, calls, site);
+  for (const emulator::SumsInFlight& sums : mine.sums) {
+    if (sums.products != 0) continue;
+    give(sums, calls, site);
+    if (sums.each.empty()) continue;
+    const auto is_same = [&](const auto& one) { return one.variables[0] == sums.variables[0]; };
+    mine.complete.erase(std::remove_if(mine.complete.begin(), mine.complete.end(), is_same),
+                        mine.complete.end());
+    mine.complete.push_back(sums);
+    for (unsigned lane = 0; lane < kWarpSize; ++lane)
+      if (!self.block->in_flight.lacks_fence.empty())
+        self.block->in_flight.lacks_fence[first + lane] = true;
+  }
   const auto is_complete = [](const emulator::SumsInFlight& sums) { return sums.products == 0; };
   mine.sums.erase(std::remove_if(mine.sums.begin(), mine.sums.end(), is_complete), mine.sums.end());
   if (self.block->races != nullptr) self.block->races->share(first);

@@ -42,6 +42,7 @@ struct WaitCall {
 unsigned shared_address(const void* pointer, const emulator::Site& site);
 void note_fence(const Registers* registers, int count);
 void check_fenced(const ProductCall& call, const emulator::Site& site);
+void fence_all();  // for asm, whose fence names no registers
 void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& site);
 void end_product_group(const emulator::MatrixCalls& calls, const emulator::Site& site);
 void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& site);
@@ -118,7 +119,7 @@ inline void multiply_commit(ATTENTION_EMULATOR_SITE) {
 }
 
 ATTENTION_EMULATOR_INLINE void begin(const ProductCall& call, const emulator::Site& site) {
-  if (call.each == nullptr) check_fenced(call, site);
+  check_fenced(call, site);
   emulator::meet({nullptr, 0, 0, {&call}}, site, begin_product);
 }
 template <bool kIsBfloat16, bool kTransposed = false, int kSums>
