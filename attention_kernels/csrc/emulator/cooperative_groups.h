@@ -107,7 +107,9 @@ class cluster_group {
     attention::ptx::cluster_arrive(file, line);
     attention::ptx::cluster_wait(file, line);
   }
-  static void barrier_arrive(ATTENTION_EMULATOR_SITE) { attention::ptx::cluster_arrive(file, line); }
+  static void barrier_arrive(ATTENTION_EMULATOR_SITE) {
+    attention::ptx::cluster_arrive(file, line);
+  }
   static void barrier_wait(ATTENTION_EMULATOR_SITE) { attention::ptx::cluster_wait(file, line); }
   static unsigned block_rank() { return emulator::rank_of(*emulator::this_fiber().block); }
   static unsigned num_blocks() {
@@ -151,9 +153,9 @@ ATTENTION_EMULATOR_INLINE void sync(const Group& group, ATTENTION_EMULATOR_SITE)
 
 // ---- <cooperative_groups/reduce.h> and <cooperative_groups/memcpy_async.h> -----------------------
 
-#define ATTENTION_EMULATOR_OPERATION(name, expression) \
-  template <typename T>                                \
-  struct name {                                        \
+#define ATTENTION_EMULATOR_OPERATION(name, expression)  \
+  template <typename T>                                 \
+  struct name {                                         \
     T operator()(T a, T b) const { return expression; } \
   };
 ATTENTION_EMULATOR_OPERATION(plus, a + b)

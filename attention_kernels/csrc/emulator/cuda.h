@@ -62,16 +62,21 @@ inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType typ
 using PFN_cuTensorMapEncodeTiled = decltype(&cuTensorMapEncodeTiled);
 using PFN_cuTensorMapEncodeTiled_v12000 = PFN_cuTensorMapEncodeTiled;
 
-enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess,
+  cudaDriverEntryPointSymbolNotFound
+};
 constexpr unsigned cudaEnableDefault = 0;
 inline cudaError_t cudaGetDriverEntryPoint(const char* name, void** function, unsigned /*flags*/,
                                            cudaDriverEntryPointQueryResult* found = nullptr) {
   const bool known = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
   *function = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
-  if (found != nullptr) *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  if (found != nullptr)
+    *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
-                                                    unsigned flags, cudaDriverEntryPointQueryResult* found) {
+                                                    unsigned flags,
+                                                    cudaDriverEntryPointQueryResult* found) {
   return cudaGetDriverEntryPoint(name, function, flags, found);
 }

@@ -159,17 +159,17 @@ attention::emulator::Float16x2<Format> __hfma2(attention::emulator::Float16x2<Fo
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
 // Functions of one number and of a pair; comparisons, which are false if one is a NaN.
-#define ATTENTION_EMULATOR_UNARY(name, expression)                                                \
-  template <typename Format>                                                                      \
-  auto name(attention::emulator::Float16<Format> v) {                                             \
-    const float x = v;                                                                            \
-    return attention::emulator::Float16<Format>(expression);                                      \
+#define ATTENTION_EMULATOR_UNARY(name, expression)           \
+  template <typename Format>                                 \
+  auto name(attention::emulator::Float16<Format> v) {        \
+    const float x = v;                                       \
+    return attention::emulator::Float16<Format>(expression); \
   }
-#define ATTENTION_EMULATOR_UNARIES(name, name2, expression)                                       \
-  ATTENTION_EMULATOR_UNARY(name, expression)                                                      \
-  template <typename Format>                                                                      \
-  attention::emulator::Float16x2<Format> name2(attention::emulator::Float16x2<Format> v) {        \
-    return {name(v.x), name(v.y)};                                                                \
+#define ATTENTION_EMULATOR_UNARIES(name, name2, expression)                                \
+  ATTENTION_EMULATOR_UNARY(name, expression)                                               \
+  template <typename Format>                                                               \
+  attention::emulator::Float16x2<Format> name2(attention::emulator::Float16x2<Format> v) { \
+    return {name(v.x), name(v.y)};                                                         \
   }
 ATTENTION_EMULATOR_UNARIES(__hneg, __hneg2, -x)
 ATTENTION_EMULATOR_UNARIES(__habs, __habs2, std::fabs(x))
@@ -191,7 +191,7 @@ ATTENTION_EMULATOR_UNARIES(htanh, h2tanh, std::tanh(x))
     return expression;                                                                             \
   }
 ATTENTION_EMULATOR_COMPARISON(eq, a == b)
-ATTENTION_EMULATOR_COMPARISON(ne, a < b || a > b)
+ATTENTION_EMULATOR_COMPARISON(ne, a<b || a> b)
 ATTENTION_EMULATOR_COMPARISON(lt, a < b)
 ATTENTION_EMULATOR_COMPARISON(le, a <= b)
 ATTENTION_EMULATOR_COMPARISON(gt, a > b)

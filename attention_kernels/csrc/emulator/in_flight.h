@@ -113,8 +113,8 @@ struct FencedRegisters {
 
 // The sums of products in flight of a warp. The threads' variables hold poison meanwhile.
 struct SumsInFlight {
-  float* variables[32];  // by lane, the first one
-  unsigned count;        // of a lane
+  float* variables[32];       // by lane, the first one
+  unsigned count;             // of a lane
   std::vector<float> values;  // by lane
   unsigned products = 0;      // in flight
   Site site;                  // of the first
@@ -146,8 +146,8 @@ struct IssuedProduct {
 struct ProductsOfWarp {
   std::vector<Product> products;
   std::vector<SumsInFlight> sums, complete;  // complete: those of asm, which may have changed since
-  unsigned group = 0;  // the next one to be committed
-  size_t begun = 0;    // products
+  unsigned group = 0;                        // the next one to be committed
+  size_t begun = 0;                          // products
 };
 
 // Set by the recorder of accesses, which counts copies and products; else null. For a store, `to` is
@@ -166,8 +166,8 @@ struct InFlight {
   std::vector<std::vector<IssuedProduct>> issued;  // by warpgroup
   unsigned products_left = 0;
   std::vector<std::vector<FencedRegisters>> fenced;  // by thread
-  std::vector<bool> lacks_fence;  // by thread: of asm, since its last sums were complete
-  std::vector<unsigned> registers;                   // by warp; empty before the first change
+  std::vector<bool> lacks_fence;    // by thread: of asm, since its last sums were complete
+  std::vector<unsigned> registers;  // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;               // failed waits since anything has happened
   bool waits_for_barrier = false;  // whether one of them was for a barrier in shared memory

@@ -94,14 +94,15 @@ void set(const Sink&, const T&) {}
 
 // An operand as its constraint takes it.
 template <char kConstraint>
-using Operand = std::conditional_t<
-    kConstraint == 'f', float,
-    std::conditional_t<kConstraint == 'd', double,
-                       Word<kConstraint == 'h' ? 2 : kConstraint == 'r' ? 4 : 8>>>;
+using Operand = std::conditional_t<kConstraint == 'f', float,
+                                   std::conditional_t<kConstraint == 'd', double,
+                                                      Word<kConstraint == 'h'   ? 2
+                                                           : kConstraint == 'r' ? 4
+                                                                                : 8>>>;
 template <char kConstraint, typename From, typename To = Operand<kConstraint>,
           typename = std::enable_if_t<std::is_same_v<From, To> ||
-                                      (std::is_integral_v<To> && (std::is_integral_v<From> ||
-                                                                  std::is_enum_v<From>))>>
+                                      (std::is_integral_v<To> &&
+                                       (std::is_integral_v<From> || std::is_enum_v<From>))>>
 constexpr To input(From from) {
   return static_cast<To>(from);
 }
@@ -129,7 +130,9 @@ constexpr bool same(const char* a, const char* b) {
 }
 
 inline emulator::Fiber& self() { return emulator::this_fiber(); }
-inline unsigned rank() { return self().block->number % std::max(self().block->launch->cluster, 1u); }
+inline unsigned rank() {
+  return self().block->number % std::max(self().block->launch->cluster, 1u);
+}
 inline unsigned blocks_of_cluster() { return std::max(self().block->launch->cluster, 1u); }
 inline unsigned processors() { return std::max(emulator::Device::emulated().multiprocessors, 1); }
 // Barriers with a result are for the whole block.
@@ -170,8 +173,8 @@ inline unsigned char* here(uint64_t address, ATTENTION_EMULATOR_SITE) {
   unsigned char* const byte =
       self().block->shared.at_address(static_cast<unsigned>(address & ((1u << kBlockShift) - 1)));
   if (byte == nullptr || address >> 32 != 0)
-    emulator::fail(cudaErrorIllegalAddress,
-                   emulator::Site{"asm", file, line}.text() + ": the address is not in shared memory");
+    emulator::fail(cudaErrorIllegalAddress, emulator::Site{"asm", file, line}.text() +
+                                                ": the address is not in shared memory");
   return byte;
 }
 inline unsigned char* shared(uint64_t address, ATTENTION_EMULATOR_SITE) {
@@ -234,13 +237,17 @@ T apply(const char* name, T a) {
       a);
 }
 
-#define ATTENTION_EMULATOR_CHOICE(name, half, sign)                                      \
-  template <typename T>                                                                  \
-  T name(T a, T b) {                                                                     \
-    if constexpr (std::is_floating_point_v<T>) return std::f##half(a, b);                \
-    else if constexpr (std::is_integral_v<T>) return b sign a ? b : a;                   \
-    else if constexpr (sizeof(T) == 2) return __h##half(a, b);                           \
-    else return __h##half##2(a, b);                                                      \
+#define ATTENTION_EMULATOR_CHOICE(name, half, sign) \
+  template <typename T>                             \
+  T name(T a, T b) {                                \
+    if constexpr (std::is_floating_point_v<T>)      \
+      return std::f##half(a, b);                    \
+    else if constexpr (std::is_integral_v<T>)       \
+      return b sign a ? b : a;                      \
+    else if constexpr (sizeof(T) == 2)              \
+      return __h##half(a, b);                       \
+    else                                            \
+      return __h##half##2(a, b);                    \
   }
 ATTENTION_EMULATOR_CHOICE(smaller, min, <)
 ATTENTION_EMULATOR_CHOICE(larger, max, >)
@@ -248,15 +255,20 @@ ATTENTION_EMULATOR_CHOICE(larger, max, >)
 
 template <typename T>
 T fused(T a, T b, T c) {
-  if constexpr (std::is_floating_point_v<T>) return std::fma(a, b, c);
-  else if constexpr (sizeof(T) == 2) return __hfma(a, b, c);
-  else return __hfma2(a, b, c);
+  if constexpr (std::is_floating_point_v<T>)
+    return std::fma(a, b, c);
+  else if constexpr (sizeof(T) == 2)
+    return __hfma(a, b, c);
+  else
+    return __hfma2(a, b, c);
 }
 
 template <typename T>
 T inverted(T a) {
-  if constexpr (std::is_same_v<T, bool>) return !a;
-  else return static_cast<T>(~a);
+  if constexpr (std::is_same_v<T, bool>)
+    return !a;
+  else
+    return static_cast<T>(~a);
 }
 template <typename T>
 T shifted_right(T a, unsigned count) {
@@ -331,25 +343,34 @@ inline bool join(const char* how, bool a, bool b) {
 
 // Rounds to an integer, as in the modifiers rni, rzi, rmi and rpi.
 inline double rounded(const char* how, double x) {
-  return how[1] == 'z' ? std::trunc(x) : how[1] == 'm' ? std::floor(x) : how[1] == 'p' ? std::ceil(x) : std::nearbyint(x);
+  return how[1] == 'z'   ? std::trunc(x)
+         : how[1] == 'm' ? std::floor(x)
+         : how[1] == 'p' ? std::ceil(x)
+                         : std::nearbyint(x);
 }
 template <typename To, typename From>
 To convert(const char* how, bool relu, const char* saturates, From from) {
   if constexpr (std::is_same_v<To, Tf32>) {
     const auto word = bits<uint32_t>(float(from));
     if ((word & 0x7f800000) == 0x7f800000) return {word};
-    const uint32_t up = same(how, "rna") ? 0x1000 : *how == 0 || how[1] == 'z' ? 0 : 0xfff + (word >> 13 & 1);
+    const uint32_t up = same(how, "rna")             ? 0x1000
+                        : *how == 0 || how[1] == 'z' ? 0
+                                                     : 0xfff + (word >> 13 & 1);
     return {(relu && word >> 31 ? 0 : word + up) & ~0x1fffu};
   } else if constexpr (std::is_integral_v<To> && std::is_integral_v<From>) {
     using Limits = std::numeric_limits<To>;
     const __int128 x = from;
     if (*saturates == 0) return static_cast<To>(from);
-    return x < Limits::min() ? Limits::min() : x > Limits::max() ? Limits::max() : static_cast<To>(x);
+    return x < Limits::min()   ? Limits::min()
+           : x > Limits::max() ? Limits::max()
+                               : static_cast<To>(x);
   } else if constexpr (std::is_integral_v<To>) {
     using Limits = std::numeric_limits<To>;
     const double x = rounded(how, from);
     if (x != x) return 0;
-    return x <= double(Limits::min()) ? Limits::min() : x >= double(Limits::max()) ? Limits::max() : static_cast<To>(x);
+    return x <= double(Limits::min())   ? Limits::min()
+           : x >= double(Limits::max()) ? Limits::max()
+                                        : static_cast<To>(x);
   } else if constexpr (std::is_integral_v<From>) {
     return static_cast<To>(from);
   } else {
@@ -360,7 +381,8 @@ To convert(const char* how, bool relu, const char* saturates, From from) {
     if (same(saturates, ".satfinite") && sizeof(To) == 2 && std::fabs(x) > 0)
       x = std::copysign(std::fmin(std::fabs(x), std::is_same_v<To, Half> ? 65504 : 0x1.fep127), x);
     const To nearest = static_cast<To>(x);
-    if (how[0] == 0 || how[1] != 'z' || !(std::fabs(double(nearest)) > std::fabs(x))) return nearest;
+    if (how[0] == 0 || how[1] != 'z' || !(std::fabs(double(nearest)) > std::fabs(x)))
+      return nearest;
     using Bits = Word<sizeof(To)>;
     return bits<To>(static_cast<Bits>(bits<Bits>(nearest) - 1));
   }
@@ -382,7 +404,8 @@ ATTENTION_EMULATOR_INLINE Pack<T, kCount> load_ordered(const char* space, uint64
 }
 template <typename T, int kCount>
 ATTENTION_EMULATOR_INLINE void store_ordered(const char* space, uint64_t address,
-                                             const Pack<T, kCount>& value, ATTENTION_EMULATOR_SITE) {
+                                             const Pack<T, kCount>& value,
+                                             ATTENTION_EMULATOR_SITE) {
   auto* const to = at<T, kCount>(space, address, file, line);
   if constexpr (kCount == 1) {
     using Bits = Word<sizeof(T)>;
@@ -430,8 +453,8 @@ uint32_t shuffled(char how, uint32_t a, uint32_t b, uint32_t c, uint32_t mask, V
   const bool is_valid = how == 'u' ? int(source) >= int(last) : source <= last;
   set<bool>(valid, is_valid);
   const emulator::Site site{"shfl", file, line};
-  return static_cast<uint32_t>(emulator::wait_for_warp(emulator::WarpOp::kShuffle, mask, a,
-                                                       is_valid ? source : lane, site));
+  return static_cast<uint32_t>(
+      emulator::wait_for_warp(emulator::WarpOp::kShuffle, mask, a, is_valid ? source : lane, site));
 }
 // Calls function(lane, value) for the value of each lane in the mask.
 template <typename Function>
@@ -471,6 +494,29 @@ uint32_t elected(uint32_t mask, Leads& leads, ATTENTION_EMULATOR_SITE) {
   return leader;
 }
 
+// sums += A B for a warp, in bytes: A is 16 x 32, B 32 x 8. A register of A or B has four bytes along
+// k; otherwise their places are as in mma().
+template <bool kSignedA, bool kSignedB>
+void mma_int8(int (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+              ATTENTION_EMULATOR_SITE) {
+  const auto multiply = [](const emulator::MatrixCalls& calls, const emulator::Site&) {
+    const auto byte = [&](unsigned which, unsigned lane, unsigned i, unsigned k, bool is_signed) {
+      const auto word = static_cast<const uint32_t*>(calls[lane]->fragments[which])[i];
+      const auto bits = static_cast<uint8_t>(word >> k % 4 * 8);
+      return is_signed ? int{static_cast<int8_t>(bits)} : int{bits};
+    };
+    for (unsigned lane = 0; lane < 32; ++lane) {
+      auto* const mine = static_cast<int*>(const_cast<void*>(calls[lane]->fragments[0]));
+      for (unsigned i = 0; i < 4; ++i) {
+        for (unsigned k = 0; k < 32; ++k)
+          mine[i] += byte(1, lane / 4 * 4 + k % 16 / 4, i / 2 + k / 16 * 2, k, kSignedA) *
+                     byte(2, (lane % 4 * 2 + i % 2) * 4 + k % 16 / 4, k / 16, k, kSignedB);
+      }
+    }
+  };
+  emulator::meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line}, multiply);
+}
+
 // ---- Barriers and copies ------------------------------------------------------------------------
 
 inline void wait_for_copies() {
@@ -505,14 +551,18 @@ __attribute__((noinline)) inline void store_bulk(void* to, const void* from, uns
 }
 
 template <int kSums>
-__attribute__((noinline)) void multiply_registers(float* const (&sums)[kSums], const uint32_t* a_registers,
-                                                  uint64_t a, uint64_t b, bool is_bfloat16,
-                                                  bool is_transposed, bool accumulates, bool is_plain, ATTENTION_EMULATOR_SITE) {
+__attribute__((noinline)) void multiply_registers(float* const (&sums)[kSums],
+                                                  const uint32_t* a_registers, uint64_t a,
+                                                  uint64_t b, bool is_bfloat16, bool is_transposed,
+                                                  bool accumulates, bool is_plain,
+                                                  ATTENTION_EMULATOR_SITE) {
   const emulator::Site site{"wgmma.mma_async", file, line};
   if (!is_plain)
-    emulator::fail(cudaErrorNotSupported, site.text() + ": the emulator has no negated operand and no transposed A");
+    emulator::fail(cudaErrorNotSupported,
+                   site.text() + ": the emulator has no negated operand and no transposed A");
   begin({sums[0], kSums, a_registers, a, b, is_bfloat16, is_transposed, accumulates,
-         __builtin_return_address(0), sums}, site);
+         __builtin_return_address(0), sums},
+        site);
 }
 
 [[noreturn]] inline void exit_thread() { throw emulator::ThreadExit{}; }
@@ -530,10 +580,10 @@ inline size_t __cvta_generic_to_global(const void* pointer) {
 }
 inline void __nanosleep(unsigned) { attention::ptx::poll_again(); }
 
-#define ATTENTION_EMULATOR_REDUCTION(name)                                        \
-  template <typename T>                                                           \
-  T __reduce_##name##_sync(unsigned mask, T value, ATTENTION_EMULATOR_SITE) {     \
-    return attention::ptx::text::reduced(#name, value, mask, file, line);         \
+#define ATTENTION_EMULATOR_REDUCTION(name)                                    \
+  template <typename T>                                                       \
+  T __reduce_##name##_sync(unsigned mask, T value, ATTENTION_EMULATOR_SITE) { \
+    return attention::ptx::text::reduced(#name, value, mask, file, line);     \
   }
 ATTENTION_EMULATOR_REDUCTION(add)
 ATTENTION_EMULATOR_REDUCTION(min)

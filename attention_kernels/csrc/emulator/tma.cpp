@@ -173,8 +173,12 @@ void store_bytes(void* to, const void* from, unsigned bytes, const void* code,
                  "addresses and size must be multiples of 16 bytes");
   if (!emulator::this_fiber().block->shared.has(from))
     copy_failure(cudaErrorIllegalAddress, site, "the source is not in shared memory");
-  const TensorMap map{static_cast<unsigned char*>(to), {bytes, 1, 1, 1}, {1, bytes, bytes, bytes},
-                      {static_cast<int>(bytes), 1, 1, 1}, 1, 0};
+  const TensorMap map{static_cast<unsigned char*>(to),
+                      {bytes, 1, 1, 1},
+                      {1, bytes, bytes, bytes},
+                      {static_cast<int>(bytes), 1, 1, 1},
+                      1,
+                      0};
   begin_store(map, {0, 0, 0, 0}, from, code, site);
 }
 

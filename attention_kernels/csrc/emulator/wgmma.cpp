@@ -144,8 +144,11 @@ struct Tile {
 inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows,
                    const emulator::Site& site) {
   const emulator::SharedMemory& shared = emulator::this_fiber().block->shared;
-  Tile tile{unsigned(descriptor & 0x3fff) << 4, unsigned(descriptor >> 16 & 0x3fff) << 4,
-            unsigned(descriptor >> 32 & 0x3fff) << 4, shared.first_address(false), shared.dynamic,
+  Tile tile{unsigned(descriptor & 0x3fff) << 4,
+            unsigned(descriptor >> 16 & 0x3fff) << 4,
+            unsigned(descriptor >> 32 & 0x3fff) << 4,
+            shared.first_address(false),
+            shared.dynamic,
             shared.dynamic_bytes};
   if (tile.start < tile.first) {
     tile.first = shared.first_address(true);

@@ -22,7 +22,7 @@ struct ProductCall {
   const unsigned* a_registers;  // or null
   uint64_t a, b;
   bool is_bfloat16, is_transposed, accumulates;
-  const void* code;  // the call's return address
+  const void* code;              // the call's return address
   float* const* each = nullptr;  // each of the sums, in asm, whose fence names no registers
 };
 

@@ -195,6 +195,14 @@ CASES = [
      '"r"(at + 512 + 4 * lane), "l"(memory + lane)', "memory[lane]"),
     ("cp.async.ca.shared.global [%1], [%2], 4, 0; cp.async.commit_group; cp.async.wait_group 0;"
      " ld.shared.f32 %0, [%1];", "f", '"r"(at + 512 + 4 * lane), "l"(memory + lane)', "0.0f"),
+    ("{.reg .b32 %%rx; .reg.pred %%px; elect.sync %%rx|%%px, %1; mov.u32 %0, 0;"
+     " @%%px mov.s32 %0, 7;}", "r", '"r"(0xffffffff)', "lane == 0 ? 7 : 0"),
+    ("{.reg .b32 x<3>; mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, x0, x1, x2},"
+     " {%1, %1, %2, %2}, {%3, %3}, {5, 5, 5, 5};}", "r",
+     '"r"(lane / 4 * 0x01010101), "r"(0xffffffff), "r"(lane / 4 * 0x01010101)',
+     "5 + 16 * (lane / 4 - 1) * (lane % 4 * 2)"),
+    ("max.NaN.f32 %0, %1, %2; min.NaN.f32 %0, %0, %2; copysign.f32 %0, %1, %2;", "f",
+     f"{G}, {F}", "-1.5f - lane"),
     ("bar.warp.sync -1; fence.acq_rel.gpu; membar.cta; nanosleep.u32 20; prefetch.global.L2 [%1];"
      " mov.u32 %0, 1;", "r", '"l"(memory)', "1"),
     ("{.reg .pred p; .reg .b64 s; setp.ne.u32 p, %2, 0; @!p mbarrier.init.shared.b64 [%1], 32;"
@@ -430,6 +438,80 @@ def test_barriers_pipelines_and_groups_of_the_headers(tmp_path):
     q = torch.arange(64.0).reshape(1, 2, 1, 32)
     o = ladder.resolve(str(file)).attention(q, q, q)[0, 0, 0]
     assert o.tolist() == (q[0, 0, 0] + q[0, 1, 0] + 15000).tolist()
+
+
+PRODUCT = """
+  namespace wmma = nvcuda::wmma;
+  __shared__ alignas(32) __nv_bfloat16 a[256];
+  __shared__ alignas(32) float c[256];
+  for (int i = lane; i < 256; i += 32) a[i] = float(i % 7);
+  __syncwarp();
+  wmma::fragment<wmma::matrix_a, 16, 16, 16, __nv_bfloat16, wmma::row_major> fa;
+  wmma::fragment<wmma::matrix_b, 16, 16, 16, __nv_bfloat16, wmma::col_major> fb;
+  wmma::fragment<wmma::accumulator, 16, 16, 16, float> fc;
+  wmma::fill_fragment(fc, 0.0f);
+  wmma::load_matrix_sync(fa, a, 16);
+  wmma::load_matrix_sync(fb, a, 16);
+  wmma::mma_sync(fc, fa, fb, fc);
+  wmma::store_matrix_sync(c, fc, 16, wmma::mem_row_major);
+  __syncwarp();
+  o[lane] = c[lane];
+"""
+
+
+COPIED = """
+  namespace cde = cuda::device::experimental;
+  __shared__ cuda::barrier<cuda::thread_scope_block> bar;
+  __shared__ alignas(128) float tile[32];
+  if (lane == 0) {
+    init(&bar, 32);
+    cde::fence_proxy_async_shared_cta();
+  }
+  __syncwarp();
+  uint64_t token;
+  if (lane == 0) {
+    cde::cp_async_bulk_tensor_2d_global_to_shared(tile, &map, 0, 1, bar);
+    token = cuda::device::barrier_arrive_tx(bar, 1, sizeof(tile));
+  } else {
+    token = bar.arrive();
+  }
+  bar.wait(std::move(token));
+  tile[lane] += 1;
+  cde::fence_proxy_async_shared_cta();
+  __syncwarp();
+  if (lane == 0) {
+    cde::cp_async_bulk_shared_to_global(o, tile, sizeof(tile));
+    cde::cp_async_bulk_commit_group();
+    cde::cp_async_bulk_wait_group_read<0>();
+  }
+"""
+MAP = """
+  CUtensorMap map;
+  const cuuint64_t sizes[] = {32, 2}, strides[] = {128};
+  const cuuint32_t box[] = {32, 1}, steps[] = {1, 1};
+  cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<void*>(p.q), sizes,
+                         strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                         CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return launch_kernel(run, 1, 32, 0, s, map, """
+
+
+def test_tiles_and_bulk_copies_by_the_functions_of_cuda_barrier(tmp_path):
+    file = tmp_path / "asm.cu"
+    text = "#include <cuda.h>\n#include <cuda/barrier>\n" + KERNEL % COPIED
+    text = text.replace("run(const", "run(const __grid_constant__ CUtensorMap map, const")
+    file.write_text(text.replace("  return launch_kernel(run, 1, 32, 0, s, ", MAP))
+    q = torch.arange(64.0).reshape(1, 2, 1, 32)
+    assert ladder.resolve(str(file)).attention(q, q, q)[0, 0, 0].tolist() == [*range(33, 65)]
+
+
+def test_wmma_multiplies_bfloat16(tmp_path):
+    file = tmp_path / "asm.cu"
+    file.write_text("#include <mma.h>\n" + KERNEL % PRODUCT)
+    x = torch.zeros(1, 1, 1, 32)
+    a = (torch.arange(256.0) % 7).view(16, 16)
+    o = ladder.resolve(str(file)).attention(x, x, x)
+    assert o.flatten().tolist() == (a @ a.T).flatten()[:32].tolist()
 
 
 def bits(spec, dtype, head_dim):

@@ -10,16 +10,16 @@
 
 #include "common.cuh"
 
-#define LDSM_X4(r, addr)                                                                \
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"     \
-               : "=r"((r)[0]), "=r"((r)[1]), "=r"((r)[2]), "=r"((r)[3])                 \
+#define LDSM_X4(r, addr)                                                            \
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n" \
+               : "=r"((r)[0]), "=r"((r)[1]), "=r"((r)[2]), "=r"((r)[3])             \
                : "r"(addr))
-#define LDSM_X2_T(r0, r1, addr)                                                         \
-  asm volatile("ldmatrix.sync.aligned.x2.trans.m8n8.shared.b16 {%0, %1}, [%2];\n"       \
-               : "=r"(r0), "=r"(r1)                                                     \
+#define LDSM_X2_T(r0, r1, addr)                                                   \
+  asm volatile("ldmatrix.sync.aligned.x2.trans.m8n8.shared.b16 {%0, %1}, [%2];\n" \
+               : "=r"(r0), "=r"(r1)                                               \
                : "r"(addr))
 #define MMA_TEXT(type) "mma.sync.aligned.m16n8k16.row.col.f32." #type "." #type ".f32 "
-#define MMA(d, a, b0, b1)                                                               \
+#define MMA(d, a, b0, b1) \
   asm volatile(MMA_TEXT(f16)                                                            \
                "{%0,  %1,  %2,  %3}, "                                                  \
                "{%4,  %5,  %6,  %7}, "                                                  \
@@ -67,9 +67,9 @@ __device__ __forceinline__ void load_tile(uint32_t smem, const half* g, int64_t 
     const int r = i / 8, c = i % 8;
     const int bytes = r < rows ? 16 : 0;
     const half* src = g + (r < rows ? r : 0) * stride + c * 8;
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(
-                     smem + swizzle(r, c)),
-                 "l"(src), "r"(bytes));
+    asm volatile(
+        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem + swizzle(r, c)),
+        "l"(src), "r"(bytes));
   }
 }
 

@@ -71,9 +71,8 @@ cudaError_t launch(const Params& p, cudaStream_t stream) {
   const dim3 grid(ceil_div(p.seqlen, kQueries), p.batch * p.num_heads);
   return launch_kernel(attend, grid, dim3(kThreads), 0, stream, static_cast<const float*>(p.q),
                        static_cast<const float*>(p.k), static_cast<const float*>(p.v),
-                       static_cast<float*>(p.o), p.q_strides, p.k_strides, p.v_strides,
-                       p.o_strides, p.seqlen, p.num_heads, static_cast<float>(p.softmax_scale),
-                       p.is_causal);
+                       static_cast<float*>(p.o), p.q_strides, p.k_strides, p.v_strides, p.o_strides,
+                       p.seqlen, p.num_heads, static_cast<float>(p.softmax_scale), p.is_causal);
 }
 
 }  // namespace attention::ATTENTION_VERSION

@@ -6,6 +6,7 @@
 // Flags:  (none)
 
 #include <cuda_runtime.h>
+
 #include <cstdint>
 
 #include "common.cuh"
@@ -56,10 +57,10 @@ __device__ inline void mbar_arrive(uint64_t* bar) {
 }
 
 __device__ inline void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   smem_u32(bar)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(smem_u32(bar)),
+      "r"(bytes)
+      : "memory");
 }
 
 __device__ inline void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
@@ -124,7 +125,8 @@ __global__ void __launch_bounds__(kThreads)
 
   const int row = m0 + threadIdx.x;
   float rq[kDim], acc[kDim] = {};
-  const float* const mine = q + batch * sq.batch + head * sq.head + (row < n ? row : n - 1) * sq.seqlen;
+  const float* const mine =
+      q + batch * sq.batch + head * sq.head + (row < n ? row : n - 1) * sq.seqlen;
   for (int d = 0; d < kDim; d += 4)
     asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(rq[d]), "=f"(rq[d + 1]), "=f"(rq[d + 2]), "=f"(rq[d + 3])
@@ -153,9 +155,8 @@ __global__ void __launch_bounds__(kThreads)
   float inverse;
   asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
   for (int d = 0; d < kDim; d += 4)
-    asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + d),
-                 "f"(acc[d] * inverse), "f"(acc[d + 1] * inverse), "f"(acc[d + 2] * inverse),
-                 "f"(acc[d + 3] * inverse)
+    asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + d), "f"(acc[d] * inverse),
+                 "f"(acc[d + 1] * inverse), "f"(acc[d + 2] * inverse), "f"(acc[d + 3] * inverse)
                  : "memory");
 }
 

@@ -89,8 +89,7 @@ class BlockReduce {
     if (thread % 32 == 0) storage.of_warp[thread / 32] = value;
     attention::emulator::wait_for_block(false, "BlockReduce", file, line);
     if (thread != 0) return undefined<T>();
-    for (int warp = 1; warp * 32 < valid; ++warp)
-      value = function(value, storage.of_warp[warp]);
+    for (int warp = 1; warp * 32 < valid; ++warp) value = function(value, storage.of_warp[warp]);
     return value;
   }
   T Sum(T value, int valid = kThreads, ATTENTION_EMULATOR_SITE) {
