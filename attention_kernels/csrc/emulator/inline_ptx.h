@@ -392,27 +392,45 @@ To convert(const char* how, bool relu, const char* saturates, From from) {
 
 // Others run first, because a thread may do this until one of them has stored something.
 template <typename T, int kCount>
-ATTENTION_EMULATOR_INLINE Pack<T, kCount> load_ordered(const char* space, uint64_t address,
-                                                       ATTENTION_EMULATOR_SITE) {
+ATTENTION_EMULATOR_INLINE Pack<T, kCount> load_ordered(const char* order, const char* space,
+                                                       uint64_t address, ATTENTION_EMULATOR_SITE) {
   poll_again();
   auto* const from = at<T, kCount>(space, address, file, line);
   if constexpr (kCount == 1) {
-    return {{bits<T>(__atomic_load_n(reinterpret_cast<Word<sizeof(T)>*>(from), __ATOMIC_ACQUIRE))}};
+    auto* const word = reinterpret_cast<Word<sizeof(T)>*>(from);
+    return {{bits<T>(*order == 'a' ? __atomic_load_n(word, __ATOMIC_ACQUIRE)
+                                   : __atomic_load_n(word, __ATOMIC_RELAXED))}};
   } else {
     return *from;
   }
 }
 template <typename T, int kCount>
-ATTENTION_EMULATOR_INLINE void store_ordered(const char* space, uint64_t address,
+ATTENTION_EMULATOR_INLINE void store_ordered(const char* order, const char* space, uint64_t address,
                                              const Pack<T, kCount>& value,
                                              ATTENTION_EMULATOR_SITE) {
   auto* const to = at<T, kCount>(space, address, file, line);
   if constexpr (kCount == 1) {
-    using Bits = Word<sizeof(T)>;
-    __atomic_store_n(reinterpret_cast<Bits*>(to), bits<Bits>(value.x[0]), __ATOMIC_RELEASE);
+    auto* const word = reinterpret_cast<Word<sizeof(T)>*>(to);
+    const auto stored = bits<Word<sizeof(T)>>(value.x[0]);
+    if (same(order, "release")) {
+      __atomic_store_n(word, stored, __ATOMIC_RELEASE);
+    } else {
+      __atomic_store_n(word, stored, __ATOMIC_RELAXED);
+    }
   } else {
     *to = value;
   }
+}
+
+// An atomic function that also orders other accesses, for ".acquire", ".release" and ".acq_rel".
+template <typename Function>
+ATTENTION_EMULATOR_INLINE auto ordered(const char* order, const char* scope, Function function) {
+  const auto fence = [&] { same(scope, ".cta") ? __threadfence_block() : __threadfence(); };
+  const bool acquires = order[0] != 0 && order[1] == 'a';
+  if (same(order, ".release") || same(order, ".acq_rel")) fence();
+  const auto result = function();
+  if (acquires) fence();
+  return result;
 }
 
 template <typename T>
