@@ -505,6 +505,16 @@ uint32_t matching(T value, uint32_t mask, ATTENTION_EMULATOR_SITE) {
   });
   return same_low & same_high;
 }
+template <typename T, typename Match>
+uint32_t all_matching(T value, uint32_t mask, Match& match, ATTENTION_EMULATOR_SITE) {
+  const bool all = matching(value, mask, file, line) == mask;
+  set<bool>(match, all);
+  return all ? mask : 0;
+}
+inline bool uniform(uint32_t mask, bool predicate, ATTENTION_EMULATOR_SITE) {
+  const unsigned ballot = __ballot_sync(mask, predicate, file, line);
+  return ballot == 0 || ballot == mask;
+}
 template <typename Leads>
 uint32_t elected(uint32_t mask, Leads& leads, ATTENTION_EMULATOR_SITE) {
   const unsigned leader = __builtin_ctz(__ballot_sync(mask, 1, file, line));
@@ -558,6 +568,9 @@ inline uint64_t arrive_at(uint64_t address, unsigned count, ATTENTION_EMULATOR_S
 }
 inline uint64_t expect_at(uint64_t address, unsigned bytes, ATTENTION_EMULATOR_SITE) {
   Barrier* const barrier = text::barrier(address, file, line);
+  if (block_of(address) != rank())
+    emulator::fail(cudaErrorNotSupported, emulator::Site{"mbarrier", file, line}.text() +
+                                              ": expects bytes in its own block only");
   const uint64_t phase = phase_of(barrier);
   barrier_expect(barrier, bytes, file, line);
   return phase;

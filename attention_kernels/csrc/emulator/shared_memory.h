@@ -45,6 +45,7 @@ constexpr uint32_t kPoison = 0x7ff47ff4;
 struct Library {
   size_t tls_module = 0;
   size_t tls_bytes = 0;
+  size_t storage_bytes = 0;  // the same, with the other variables of a program
   uintptr_t code = 0;
   size_t code_bytes = 0;
 
@@ -65,7 +66,7 @@ struct Library {
                 library.code = address;
                 library.code_bytes = part.p_memsz;
               }
-              if (part.p_type == PT_TLS) library.tls_bytes = part.p_memsz;
+              if (part.p_type == PT_TLS) library.tls_bytes = library.storage_bytes = part.p_memsz;
             }
             if (!ours) return 0;
             library.tls_module = info->dlpi_tls_modid;
@@ -80,10 +81,10 @@ struct Library {
     return found;
   }
 
-  // Returns the calling OS thread's copy of the arrays.
-  unsigned char* static_shared() const {
+  // Returns the calling OS thread's copy of the storage, or null.
+  unsigned char* storage() const {
     size_t index[] = {tls_module, 0};  // the ABI's tls_index
-    return tls_bytes == 0 ? nullptr : static_cast<unsigned char*>(__tls_get_addr(index));
+    return storage_bytes == 0 ? nullptr : static_cast<unsigned char*>(__tls_get_addr(index));
   }
 };
 
@@ -97,7 +98,8 @@ struct SharedMemory {
   size_t open_bytes = 0;
   size_t dynamic_bytes = 0;
   unsigned char* dynamic = nullptr;
-  unsigned char* fixed = nullptr;  // the static arrays of the calling OS thread
+  unsigned char* fixed = nullptr;    // the static arrays of the calling OS thread
+  unsigned char* statics = nullptr;  // the same, and in a program where they are among others
   bool counted = false;
 
   // Makes room for a launch.
@@ -124,7 +126,8 @@ struct SharedMemory {
     __asan_poison_memory_region(memory - kGuardBytes, kSharedBytes + 2 * kGuardBytes);
     __asan_unpoison_memory_region(dynamic, bytes);
 #endif
-    fixed = Library::instance().static_shared();
+    statics = Library::instance().storage();
+    fixed = Library::instance().tls_bytes == 0 ? nullptr : statics;
     counted = false;
   }
 
@@ -159,7 +162,7 @@ struct SharedMemory {
     const auto within = [&](const unsigned char* start, size_t bytes) {
       return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(start) < bytes;
     };
-    return within(dynamic, dynamic_bytes) || within(fixed, Library::instance().tls_bytes);
+    return within(dynamic, dynamic_bytes) || within(statics, Library::instance().storage_bytes);
   }
 
   // Returns the address in another block's shared memory that corresponds to `here`.
@@ -168,28 +171,30 @@ struct SharedMemory {
     auto* const byte = reinterpret_cast<unsigned char*>(here);
     const bool is_dynamic = static_cast<size_t>(byte - dynamic) < dynamic_bytes;
     return reinterpret_cast<T*>(is_dynamic ? other.dynamic + (byte - dynamic)
-                                           : other.fixed + (byte - fixed));
+                                           : other.statics + (byte - statics));
   }
 
   // Where PTX's addresses of static arrays or of the dynamic part begin. Modulo 1024, which is what
   // swizzles depend on, they equal the memory's own addresses.
   unsigned first_address(bool is_fixed) const {
     const auto within = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 1024; };
-    if (is_fixed) return 1024 + within(fixed);
-    const size_t before = fixed == nullptr ? 0 : within(fixed) + Library::instance().tls_bytes;
+    if (is_fixed) return 1024 + within(statics);
+    const size_t before =
+        statics == nullptr ? 0 : within(statics) + Library::instance().storage_bytes;
     return 1024 + (before + 1023) / 1024 * 1024 + within(dynamic);
   }
   unsigned address_of(const void* memory_of_block) const {
     const auto* const byte = static_cast<const unsigned char*>(memory_of_block);
-    const bool is_fixed = static_cast<size_t>(byte - fixed) < Library::instance().tls_bytes;
-    return first_address(is_fixed) + static_cast<unsigned>(byte - (is_fixed ? fixed : dynamic));
+    const bool is_fixed = static_cast<size_t>(byte - statics) < Library::instance().storage_bytes;
+    return first_address(is_fixed) + static_cast<unsigned>(byte - (is_fixed ? statics : dynamic));
   }
   // Returns the byte at such an address, or past the end of dynamic shared memory, or null.
   unsigned char* at_address(unsigned address) const {
     const size_t in_dynamic = size_t{address} - first_address(false);
     if (in_dynamic < kSharedBytes) return dynamic + in_dynamic;
     const size_t offset = size_t{address} - first_address(true);
-    return fixed != nullptr && offset < Library::instance().tls_bytes ? fixed + offset : nullptr;
+    return statics != nullptr && offset < Library::instance().storage_bytes ? statics + offset
+                                                                            : nullptr;
   }
 
   // Returns whether an address is in or near dynamic shared memory.

@@ -152,8 +152,8 @@ inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows,
             shared.dynamic_bytes};
   if (tile.start < tile.first) {
     tile.first = shared.first_address(true);
-    tile.memory = shared.fixed;
-    tile.bytes = shared.fixed == nullptr ? 0 : emulator::Library::instance().tls_bytes;
+    tile.memory = shared.statics;
+    tile.bytes = emulator::Library::instance().storage_bytes;
   }
   if (descriptor >> 62 != 1)
     product_failure(site, "the descriptor does not say that the tile has the 128-byte swizzle");

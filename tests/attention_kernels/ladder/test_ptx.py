@@ -185,6 +185,10 @@ CASES = [
     ("redux.sync.add.u32 %0, %1, 0xffffffff;", "r", '"r"(lane)', "496"),
     ("redux.sync.max.s32 %0, %1, 0xffffffff;", "r", '"r"(lane - 5)', "26"),
     ("match.any.sync.b32 %0, %1, 0xffffffff;", "r", '"r"(lane / 16)', "0xffffu << lane / 16 * 16"),
+    ("{.reg .pred p, q; match.all.sync.b32 %0|p, %1, -1; vote.sync.uni.pred q, !p, -1;"
+     " @!q mov.u32 %0, 5; @p mov.u32 %0, 6;}", "r", '"r"(lane)', "0"),
+    ("add.sat.f32 %0, %1, %1; mul.sat.f32 %0, %0, %2; fma.rn.sat.f32 %0, %0, %0, %2;", "f",
+     f"{F}, {G}", "0.0f"),
     ("activemask.b32 %0;", "r", "", "~0u"),
     ("{.reg .pred p; elect.sync %0|p, -1; @!p mov.u32 %0, 5;}", "r", "", "lane == 0 ? 0 : 5"),
     ("{.reg .b32 x; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%1], {%2};"
