@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,15 +105,14 @@ def is_foreign(source: bytes) -> bool:
 def translate(text: str, own: Path) -> str:
     """Return preprocessed source in which calls have replaced the inline PTX.
 
-    A pointer replaces `extern __shared__ T name[]`.
-
-    The headers in the folder `own` and the system's may contain the CPU's assembly, which is kept.
-    Raises BuildError for what is not in TABLE, with file and line.
+    A pointer replaces `extern __shared__ T name[]` in a function. The headers in the folder `own`
+    and the system's may contain the CPU's assembly, which is kept. Raises BuildError for what is
+    not in ptx.txt, with file and line.
     """
     parts, end = [], 0
     for number, found in enumerate(ASM.finditer(text)):
         marker = MARKER.match(text, text.rfind("\n# ", 0, found.start()) + 1)
-        if not marker or "3" in marker[3] or Path(marker[2]).parent == own:
+        if not marker or "3" in marker[3] or own in Path(os.path.normpath(marker[2])).parents:
             continue
         file, line = marker[2], int(marker[1]) + text.count("\n", marker.end(), found.start())
         sections, close = _pieces(text, found.end(), ":")
