@@ -52,6 +52,7 @@ struct Launch {
   unsigned cluster = 0;     // blocks that run at the same time; 0: no clusters
   Cluster* clusters = nullptr;
   bool is_at_once = false;             // whether all clusters run at the same time
+  mutable unsigned grid_arrivals = 0;  // of blocks at grid_group::sync()
   bool flushes = false;                // whether subnormal floats become 0
   bool is_early = false;               // it may start before the previous launch has ended
   PreviousLaunch* previous = nullptr;  // the launch before it, which may not have run yet

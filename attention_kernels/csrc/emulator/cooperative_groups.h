@@ -1,4 +1,4 @@
-// Cooperative groups: the block, tiles of a warp, a warp's lanes, the cluster.
+// Cooperative groups: the block, tiles of a warp, a warp's lanes, the cluster, the grid.
 //
 // A fiber does not know which lanes are with it in a branch, so coalesced_threads() are all lanes of
 // the warp that have not returned: in a branch that some of them do not take, the group waits for
@@ -100,6 +100,37 @@ class thread_block {
   static dim3 group_dim() { return blockDim; }
 };
 inline thread_block this_thread_block() { return {}; }
+
+// Of a kernel that is launched by launch_at_once().
+class grid_group {
+ public:
+  static void sync(ATTENTION_EMULATOR_SITE) {
+    const emulator::Launch& launch = *emulator::this_fiber().block->launch;
+    if (!launch.is_at_once && num_blocks() > 1)
+      emulator::fail(cudaErrorLaunchFailure, emulator::Site{"grid_group::sync", file, line}.text() +
+                                                 ": the kernel's blocks do not all run at once");
+    thread_block::sync(file, line);
+    if (thread_block::thread_rank() == 0) {
+      __threadfence();
+      const unsigned blocks = static_cast<unsigned>(num_blocks());
+      const unsigned due = (atomicAdd(&launch.grid_arrivals, 1u) / blocks + 1) * blocks;
+      while (static_cast<int>(__atomic_load_n(&launch.grid_arrivals, __ATOMIC_ACQUIRE) - due) < 0)
+        attention::ptx::poll_again();
+      __threadfence();
+    }
+    thread_block::sync(file, line);
+  }
+  static uint64_t num_blocks() { return uint64_t{gridDim.x} * gridDim.y * gridDim.z; }
+  static uint64_t block_rank() {
+    return (uint64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  }
+  static uint64_t size() { return num_blocks() * thread_block::size(); }
+  static uint64_t num_threads() { return size(); }
+  static uint64_t thread_rank() {
+    return block_rank() * thread_block::size() + thread_block::thread_rank();
+  }
+};
+inline grid_group this_grid() { return {}; }
 
 class cluster_group {
  public:

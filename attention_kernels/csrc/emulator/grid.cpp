@@ -247,7 +247,11 @@ inline Outcome run_grid(Launch launch) {
   launch.interrupts = interrupts.count;
 
   GridRun run(launch);
-  if (launch.cluster > 1) workers = launch.is_at_once ? run.blocks : launch.cluster;
+  if (launch.is_at_once) {
+    workers = run.blocks;
+  } else if (launch.cluster > 1) {
+    workers = launch.cluster;
+  }
   std::vector<std::thread> others;
   try {
     while (others.size() + 1 < std::min(workers, run.blocks)) {
@@ -255,7 +259,8 @@ inline Outcome run_grid(Launch launch) {
     }
   } catch (const std::system_error&) {  // use the threads that could be started
   }
-  if (launch.cluster > 1 && others.size() + 1 < std::min(workers, run.blocks)) {
+  if ((launch.cluster > 1 || launch.is_at_once) &&
+      others.size() + 1 < std::min(workers, run.blocks)) {
     run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for the blocks of a cluster");
   }
   run.work();

@@ -509,6 +509,37 @@ def test_tiles_and_bulk_copies_by_the_functions_of_cuda_barrier(tmp_path):
     assert ladder.resolve(str(file)).attention(q, q, q)[0, 0, 0].tolist() == [*range(33, 65)]
 
 
+def test_a_grid_waits_for_all_of_its_blocks_if_they_run_at_once(tmp_path):
+    body = """
+  const auto grid = cooperative_groups::this_grid();
+  for (int i = 0; i < 3; ++i) {
+    if (blockIdx.x == 0) atomicAdd(&o[lane], 1.0f);
+    grid.sync();
+    if (blockIdx.x == 3) atomicAdd(&o[lane], o[lane]);
+    grid.sync();
+  }
+"""
+    x = torch.zeros(1, 1, 1, 32)
+    for launch in ("launch_at_once(run, 4, 1, ", "launch_kernel(run, 4, "):
+        file = tmp_path / f"{launch[:9]}.cu"
+        text = (
+            KERNEL.replace("launch_kernel(run, 1, ", launch).replace(
+                "  const unsigned lane",
+                """
+  if (blockIdx.x == 0) o[threadIdx.x] = 0;
+  const unsigned lane""",
+            )
+            % body
+        )
+        file.write_text("#include <cooperative_groups.h>\n" + text)
+        spec = ladder.resolve(str(file))
+        if "at_once" in launch:
+            assert spec.attention(x, x, x).unique().tolist() == [14]
+        else:
+            with pytest.raises(KernelError, match="blocks do not all run at once"):
+                spec.attention(x, x, x)
+
+
 def test_wmma_multiplies_bfloat16(tmp_path):
     file = tmp_path / "asm.cu"
     file.write_text("#include <mma.h>\n" + KERNEL % PRODUCT)
