@@ -43,7 +43,8 @@ EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-rec
 # where the compiler sees the array.
 EMULATOR_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions")
 # For a build that looks for races; the other build has all checks.
-RACES_OPTIMIZATION = ("-Og", "-fsanitize=bounds", "-fno-sanitize-recover=all")
+VOLATILES = "--param=tsan-distinguish-volatile=1"
+RACES_OPTIMIZATION = ("-Og", "-fsanitize=bounds", "-fno-sanitize-recover=all", VOLATILES)
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 _binding_lock = threading.Lock()

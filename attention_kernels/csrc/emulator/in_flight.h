@@ -53,6 +53,7 @@ struct TileStore {
   CUtensorMap_st map;
   int at[4];
   Site site;
+  const void* code;
 };
 
 // One of the barriers with a number.
@@ -163,6 +164,7 @@ struct InFlight {
   std::vector<unsigned> registers;                   // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;               // failed waits since anything has happened
+  unsigned polls = 0;              // the same for words that other blocks may change
   bool waits_for_barrier = false;  // whether one of them was for a barrier in shared memory
   uint64_t events = 0;             // of the cluster, at the last of them
 
@@ -178,9 +180,12 @@ struct InFlight {
     products_left = 0;
     fenced.clear();
     registers.clear();
-    idle = 0;
+    idle = polls = 0;
     events = 0;
   }
+
+  // Something has happened for which a thread may wait.
+  void progress() { idle = polls = 0; }
 };
 
 }  // namespace attention::emulator

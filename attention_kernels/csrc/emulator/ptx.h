@@ -31,6 +31,7 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
   }
   check_use(barrier, site);
   if (block.races != nullptr) {
+    block.races->access(from, bytes, emulator::AccessKind::kFetch, __builtin_return_address(0));
     block.races->access(to, bytes, emulator::AccessKind::kCopy, __builtin_return_address(0));
     block.races->release(barrier);  // the copy's last action
   }
@@ -47,7 +48,7 @@ inline void prefetch(const void*) {}
 inline void proxy_fence() {
   emulator::Block& block = *emulator::this_fiber().block;
   block.in_flight.view.update(block.shared, block.launch->poison);
-  if (block.races != nullptr) block.races->fence();
+  if (block.races != nullptr) block.races->proxy_fence();
   show_barriers();
 }
 
@@ -133,7 +134,7 @@ ATTENTION_EMULATOR_INLINE void load_matrices_transposed(unsigned (&x)[4], const 
   load(x, row, true, {"load_matrices_transposed", file, line});
 }
 
-inline void allow_next() {}
+inline void allow_next() { emulator::allow_next(); }
 ATTENTION_EMULATOR_INLINE void wait_for_previous() { emulator::wait_for_previous(); }
 
 }  // namespace attention::ptx

@@ -6,6 +6,14 @@
 #define ON_ACCESS(address, bytes, kind)                                                  \
   attention::emulator::check_race(address, bytes, attention::emulator::AccessKind::kind, \
                                   __builtin_return_address(0))
+#define ON_ATOMIC(address, bytes, kind, order)                                                   \
+  attention::emulator::check_poll(address, bytes, attention::emulator::AccessKind::kind,         \
+                                  __builtin_return_address(0));                                  \
+  attention::emulator::Races::Atomic around(attention::emulator::races_of_this(), address,       \
+                                            bytes, attention::emulator::AccessKind::kind, order, \
+                                            __builtin_return_address(0))
+#define ON_VOLATILE(address, bytes, kind) ON_ATOMIC(address, bytes, kind, __ATOMIC_RELAXED)
+#define END_ATOMIC(changed) around.has_failed = !(changed)
 
 #pragma GCC visibility push(hidden)
 
@@ -14,9 +22,24 @@ namespace attention::emulator {
 // Called at each access, also the host's, which are ignored.
 inline void check_race(const void* address, size_t bytes, AccessKind kind, const void* code) {
   Block* const block = this_block();
-  if (block == nullptr) return;
-  if (block->races == nullptr) block->races = new Races(*block);
-  block->races->access(address, bytes, kind, code);
+  if (block != nullptr && block->races != nullptr &&
+      block->races->access(address, bytes, kind, code))
+    block->races->delay();
+}
+
+inline Races* races_of_this() {
+  Block* const block = this_block();
+  return block == nullptr ? nullptr : block->races;
+}
+
+// A load of a volatile, or an atomic one, may be repeated until the value changes. Others run first.
+inline void check_poll(const void* address, size_t bytes, AccessKind kind, const void* code) {
+  Races* const races = races_of_this();
+  if (races != nullptr) races->delay();
+  if (kind != AccessKind::kLoad || races == nullptr) return;
+  uint64_t value = 0;
+  std::memcpy(&value, address, std::min(bytes, sizeof value));
+  note_poll(address, value, {nullptr, nullptr, 0}, code);
 }
 
 }  // namespace attention::emulator
@@ -24,6 +47,7 @@ inline void check_race(const void* address, size_t bytes, AccessKind kind, const
 extern "C" {
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
+void __tsan_init() { attention::emulator::checks_races = true; }
 }
 
 #pragma GCC visibility pop

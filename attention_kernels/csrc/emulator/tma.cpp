@@ -113,6 +113,9 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
   check_use(barrier, site);
   receive_messages();
   if (block.races != nullptr) {
+    for_each_row(map, at, [&](size_t, const unsigned char* row, size_t, size_t bytes) {
+      if (bytes > 0) block.races->access(row, bytes, emulator::AccessKind::kFetch, code);
+    });
     block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
     block.races->release(barrier);  // the copy's last action
   }
@@ -181,7 +184,8 @@ void store_box(const TensorMap& map, const int (&at)[4], const void* from, const
                               {tile, tile + bytes},
                               map,
                               {at[0], at[1], at[2], at[3]},
-                              site});
+                              site,
+                              code});
 }
 
 void end_store_group() {
@@ -195,9 +199,12 @@ inline void finish(const emulator::TileStore& store) {
     copy_failure(cudaErrorLaunchFailure, store.site,
                  "the tile was changed before it had been read");
   const auto& map = store.map;
+  emulator::Races* const races = emulator::this_fiber().block->races;
   for_each_row(map, store.at,
                [&](size_t offset, const unsigned char* to, size_t skipped, size_t bytes) {
                  auto* const row = const_cast<unsigned char*>(to);
+                 if (races != nullptr && bytes > 0)
+                   races->access(row, bytes, emulator::AccessKind::kCopy, store.code);
                  for (size_t i = 0; i < bytes; ++i)
                    row[i] = store.bytes[swizzled(offset + skipped + i, map.swizzle)];
                });
