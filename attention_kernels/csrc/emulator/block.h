@@ -123,6 +123,7 @@ struct Block {
   };
   std::vector<Poll> polls;   // the last kPolls of each thread
   uint64_t stuck_round = 0;  // of the grid, in which the block was last found to wait
+  bool has_turn = false;     // among the blocks of a grid that take turns
 
   Fiber& fiber(unsigned thread) { return *warps[thread / kWarpSize].fibers[thread % kWarpSize]; }
   bool owns(uintptr_t address) const {
@@ -196,6 +197,8 @@ void set_scope(Scope scope);
 // time in a row it lets others run. If none can run that would change it, the launch fails.
 // `site` or, if it has no name, `code` is where.
 void note_poll(const void* word, uint64_t value, const Site& site, const void* code = nullptr);
+// Lets other blocks run, if the blocks of the grid take turns. waits: whether this one waits for them.
+void let_other_blocks_run(Block& block, bool waits);
 // Counts a poll. Ends the thread if no running block can change what it polls.
 void end_if_hopeless(const Site& site, const void* code = nullptr);
 

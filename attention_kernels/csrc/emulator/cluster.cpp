@@ -137,7 +137,10 @@ void arrive_at_cluster(const emulator::Site& site) {
     const emulator::Knowledge mine = races->knowledge();
     races->advance();
     const Locked locked(cluster);
-    cluster.knowledge.merge(mine);
+    auto& barrier = cluster.barriers[self.cluster_arrivals % 2];
+    if (std::exchange(barrier.arrival, self.cluster_arrivals) != self.cluster_arrivals)
+      barrier.knowledge = {};
+    barrier.knowledge.merge(mine);
   }
   __atomic_fetch_add(&cluster.arrived, 1, __ATOMIC_RELEASE);
   self.block->in_flight.progress();
@@ -165,7 +168,7 @@ bool has_cluster_arrived(uint64_t due, const emulator::Site& site) {
   block.in_flight.progress();
   if (block.races != nullptr) {
     const Locked locked(cluster);
-    block.races->learn(cluster.knowledge);
+    block.races->learn(cluster.barriers[emulator::this_fiber().cluster_waits % 2].knowledge);
   }
   return true;
 }

@@ -38,7 +38,10 @@ struct Cluster {
       PTHREAD_MUTEX_INITIALIZER;  // of what follows, and of changes to the above
   bool ended[kMaxCluster]{};
   std::vector<Message> messages[kMaxCluster];
-  Knowledge knowledge;                        // of the threads that have arrived
+  struct {
+    unsigned arrival = 0;  // of each thread, counted from 1
+    Knowledge knowledge;   // of the threads that have arrived
+  } barriers[2];           // an odd and an even one
   std::deque<std::array<unsigned, 4>> words;  // that have been sent
   struct {
     uint64_t events;  // when all of the block's threads had waited in vain, plus 1

@@ -302,10 +302,11 @@ void Races::release_flag(uintptr_t word, Scope scope, bool is_release, bool repl
   own[self] = ++time;
 }
 
-Races::Atomic::Atomic(Races* of, const void* address, size_t bytes, AccessKind access_kind,
+Races::Atomic::Atomic(Races* of, const void* at, size_t bytes, AccessKind access_kind,
                       int memory_order, const void* code)
     : races(of),
-      word(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{3}),
+      address(at),
+      word(reinterpret_cast<uintptr_t>(at) & ~uintptr_t{3}),
       kind(access_kind),
       order(memory_order),
       scope(of == nullptr ? Scope::kDevice : of->next_scope) {
@@ -328,9 +329,13 @@ Races::Atomic::~Atomic() {
     if (const auto flag = memory.flags.find(word); flag != memory.flags.end())
       races->unfenced.merge(flag->second.unfenced);
   }
-  if (kind != AccessKind::kLoad && !has_failed)
+  const bool changes = kind != AccessKind::kLoad && !has_failed;
+  if (changes)
     races->release_flag(word, scope, order >= __ATOMIC_RELEASE, kind == AccessKind::kStore);
   GlobalMemory::instance().mutex.unlock();
+  // Other blocks may see this before what the block does next. A volatile is stored after this call.
+  if (changes && !races->block.shared.has(address))
+    races->lets_others_run = races->draw() % (kind == AccessKind::kStore ? 2 : 4) == 0;
 }
 
 void Races::allow_next() {

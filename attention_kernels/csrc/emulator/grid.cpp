@@ -1,6 +1,8 @@
 // The grid: a launch's settings and checks, and its blocks, run by several OS threads.
 
+#include <algorithm>
 #include <cmath>
+#include <condition_variable>
 #include <cstdlib>
 #include <deque>
 #include <memory>
@@ -141,6 +143,72 @@ struct BlockOrder {
   }
 };
 
+// Of blocks that all run at once and are checked for races, one runs at a time, in an order that
+// only the seed decides. The first in line runs until it waits or, now and then, has changed a word
+// that others may read; then it goes to the end of the line. One block is left out until all others
+// wait: who does not wait for it is ahead then.
+class Turns {
+ public:
+  Turns(uint64_t blocks, uint64_t seed) : missing(blocks), random(seed) {}
+
+  void begin(Block& block) {
+    std::unique_lock<std::mutex> lock(mutex);
+    line.push_back(&block);
+    if (--missing == 0) {
+      std::sort(line.begin(), line.end(), [](auto* a, auto* b) { return a->number < b->number; });
+      for (size_t i = line.size(); i > 1; --i) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        std::swap(line[i - 1], line[(random >> 33) % i]);
+      }
+      if (line.size() > 2) leave_out_last();
+      call_next();
+    }
+    wait(block, lock);
+  }
+  void pass(Block& block, bool waits) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (line.empty() && left_out == nullptr) return;
+    in_vain = waits ? in_vain + 1 : 0;
+    line.push_back(&block);
+    block.has_turn = false;
+    random = random * 6364136223846793005u + 1442695040888963407u;
+    if (left_out == nullptr && !waits && line.size() > 2 && random >> 60 == 0) leave_out_last();
+    call_next();
+    wait(block, lock);
+  }
+  void end(Block& block) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    block.has_turn = false;
+    in_vain = 0;
+    if (!line.empty() || left_out != nullptr) call_next();
+  }
+
+ private:
+  void leave_out_last() {
+    left_out = line.back();
+    line.pop_back();
+  }
+  void call_next() {
+    if (left_out != nullptr && (line.empty() || in_vain > 4 * line.size())) {
+      line.insert(line.begin(), std::exchange(left_out, nullptr));
+      in_vain = 0;
+    }
+    line.front()->has_turn = true;
+    line.erase(line.begin());
+    changed.notify_all();
+  }
+  void wait(const Block& block, std::unique_lock<std::mutex>& lock) {
+    changed.wait(lock, [&] { return block.has_turn; });
+  }
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Block*> line;
+  Block* left_out = nullptr;
+  size_t in_vain = 0;  // turns since a block has done more than wait
+  uint64_t missing, random;
+};
+
 // The blocks of a launch, run by any number of OS threads; with clusters, by one thread per block
 // of a cluster, so that all unfinished blocks of the first unfinished cluster run at once; or by one
 // thread per block of the grid, if all blocks must run at once. A block that has started runs to its
@@ -158,6 +226,7 @@ struct GridRun {
   cudaError_t error = cudaSuccess;
   std::string message;
   std::deque<std::thread> others;  // OS threads
+  std::optional<Turns> turns;
 
   // Of blocks that poll words in vain. A round ends when all that run have since the last event.
   std::mutex polling;  // of what follows
@@ -175,6 +244,7 @@ struct GridRun {
         failed(blocks) {
     launch.clusters = clusters.data();
     launch.run = this;
+    if (checks_races && l.is_at_once) turns.emplace(blocks, l.seed);
   }
 
   uint64_t block_at(uint64_t place) const {
@@ -205,7 +275,12 @@ struct GridRun {
       if (launch.tick_limit != 0 || InterruptCounter::counts()) ticker.emplace();
       for (uint64_t place; (place = next++) < blocks;) {
         ++running, ++events;
+        if (turns) {
+          block->number = block_at(place);
+          turns->begin(*block);
+        }
         const bool is_right = block->run(block_at(place));
+        if (turns) turns->end(*block);
         --running, ++events;
         if (!is_right && block->error != emulatorErrorCluster)
           fail(place, block->error, block->message);
@@ -307,9 +382,13 @@ inline Outcome run_grid(Launch launch) {
   launch.interrupts = interrupts.count;
 
   GridRun run(launch);
-  if (launch.cluster > 1) workers = launch.is_at_once ? run.blocks : launch.cluster;
+  if (launch.is_at_once)
+    workers = run.blocks;
+  else if (launch.cluster > 1)
+    workers = launch.cluster;
   // Use the threads that could be started, except for blocks that must run at the same time.
-  if (!run.start_others(std::min(workers, run.blocks) - 1) && launch.cluster > 1)
+  if (!run.start_others(std::min(workers, run.blocks) - 1) &&
+      (launch.cluster > 1 || launch.is_at_once))
     run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for the blocks of a cluster");
   run.work();
   for (size_t i = 0; i < run.other_count(); ++i) run.others[i].join();
@@ -485,6 +564,10 @@ void wait_for_previous() {
   block.signals.ticks = ticks;
   if (outcome.error != cudaSuccess) fail(outcome.error, outcome.message.c_str());
   if (block.races != nullptr) block.races->wait_for_previous();
+}
+
+void let_other_blocks_run(Block& block, bool waits) {
+  if (block.launch->run->turns) block.launch->run->turns->pass(block, waits);
 }
 
 void note_event(const Launch& launch) {

@@ -159,9 +159,8 @@ bool Races::is_global(uintptr_t address) const {
 }
 
 void Races::delay() {
-  if (block.launch->order != Launch::kShuffle) return;
-  random = random * 6364136223846793005u + 1442695040888963407u;
-  if (random >> 58 != 0) return;
+  if (std::exchange(lets_others_run, false)) let_other_blocks_run(block, /*waits=*/false);
+  if (block.launch->order != Launch::kShuffle || draw() % 64 != 0) return;
   Fiber& self = this_fiber();
   Fiber* const to = block.yield();
   if (to != &self) switch_context(self, *to);

@@ -69,7 +69,8 @@ class Races {
 
    private:
     Races* const races;
-    const uintptr_t word;
+    const void* const address;
+    const uintptr_t word;  // that has the flag
     const AccessKind kind;
     const int order;
     Scope scope;
@@ -90,7 +91,8 @@ class Races {
   // A race ends the block. Returns whether the access is to global memory.
   bool access(const void* memory, size_t bytes, AccessKind kind, const void* code);
 
-  // In a shuffled order, lets other threads run now and then. Call it only where a kernel calls.
+  // Lets other blocks run, where they take turns, and in a shuffled order other threads. Call it only
+  // where a kernel calls.
   void delay();
 
   // The same for a copy that a thread of another block began, which knew `sender`.
@@ -130,6 +132,10 @@ class Races {
   };
 
   bool is_global(uintptr_t address) const;
+  uint64_t draw() {
+    random = random * 6364136223846793005u + 1442695040888963407u;
+    return random >> 33;
+  }
   // Returns the offset of the first cell's bytes, or -1 outside shared memory.
   uintptr_t place_of(uintptr_t address) const;
   Released& at(const void* barrier);
@@ -170,6 +176,7 @@ class Races {
   Knowledge unfenced;              // what they would know if all atomic operations were fences
   std::vector<OfThread> of_thread;
   bool has_news = false;           // whether a thread knows more than `floor`
+  bool lets_others_run = false;    // at the next access
   bool has_allowed = false;        // whether a thread has called allow_next()
   Scope next_scope = Scope::kDevice;
   uint64_t random = 0;             // decides where a thread is delayed
