@@ -27,7 +27,8 @@
 // -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that spins until
 // another one writes spins until the block's time is up, unless it calls poll_again(). A library of
 // emulated kernels must not define a thread_local of its own, nor link one from a static C++ library
-// (see Library).
+// (see Library). Where races are looked for, what an inline function of these headers accesses counts
+// as the kernel's own: apart from the block and its threads it may touch no memory of the emulator's.
 
 #pragma once
 

@@ -45,12 +45,8 @@ ATTENTION_EMULATOR_INLINE void copy_async(void* to, const void* from, CachePolic
 
 inline void prefetch(const void*) {}
 
-inline void proxy_fence() {
-  emulator::Block& block = *emulator::this_fiber().block;
-  block.in_flight.view.update(block.shared, block.launch->poison);
-  if (block.races != nullptr) block.races->proxy_fence();
-  show_barriers();
-}
+// Defined in tma.cpp.
+void proxy_fence();
 
 // Defined in registers.cpp.
 bool has_registers(unsigned registers, bool raises, const emulator::Site& site);

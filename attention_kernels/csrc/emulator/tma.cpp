@@ -23,6 +23,13 @@ inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes
   return first < second + b_bytes && second < first + a_bytes;
 }
 
+void proxy_fence() {
+  emulator::Block& block = *emulator::this_fiber().block;
+  block.in_flight.view.update(block.shared, block.launch->poison);
+  if (block.races != nullptr) block.races->proxy_fence();
+  show_barriers();
+}
+
 void begin_copy(const emulator::BulkCopy& copy, const void* code) {
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::InFlight& in_flight = block.in_flight;
