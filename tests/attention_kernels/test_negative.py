@@ -171,8 +171,6 @@ def faults() -> Iterator[tuple[str, int, str]]:
 @pytest.mark.parametrize(("name", "fault", "order"), [*faults()])
 def test_only_a_fault_is_reported_or_changes_the_output(name, fault, order, build, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
-    if name == "v10_words":  # one of its faults is an endless loop
-        monkeypatch.setenv("ATTENTION_EMULATOR_TIMEOUT", "2")
     control = CONTROLS[name]
     message = control.run(faulty_op(NEGATIVE / f"{name}.cu", build), fault)
     if not build and fault in control.only_races:

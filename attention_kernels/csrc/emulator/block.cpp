@@ -164,7 +164,10 @@ Fiber* Block::yield() {
   for (unsigned i = 1; i <= threads; ++i) {
     const unsigned thread = (self + i) % threads;
     if ((warps[thread / kWarpSize].ready >> thread % kWarpSize & 1) == 0) continue;
-    if (thread <= self) let_other_blocks_run(*this, /*waits=*/true);
+    if (thread <= self) {  // all have had their turn
+      ++in_flight.rotations;
+      let_other_blocks_run(*this, /*waits=*/true);
+    }
     if (i == threads) std::this_thread::yield();
     return turn_to(thread);
   }

@@ -25,7 +25,7 @@ void set(PendingCopy& copy, const void* data, size_t bytes);
 
 // Loads and stores a whole chunk at once, so that accesses are counted as in hardware.
 template <size_t kBytes>
-ATTENTION_EMULATOR_INLINE void begin_copy(PendingCopy& copy, const void* from, size_t zeros,
+ATTENTION_EMULATOR_INLINE void begin_copy(PendingCopy& copy, void* to, const void* from, size_t zeros,
                                           uint32_t poison) {
   Chunk<kBytes> chunk{};
   if (zeros == 0) {
@@ -35,7 +35,7 @@ ATTENTION_EMULATOR_INLINE void begin_copy(PendingCopy& copy, const void* from, s
   }
   set(copy, &chunk, kBytes);
   for (uint32_t& word : chunk.words) word = poison;
-  *static_cast<Chunk<kBytes>*>(copy.to) = chunk;
+  *static_cast<Chunk<kBytes>*>(to) = chunk;
 }
 
 }  // namespace attention::emulator
@@ -46,9 +46,9 @@ ATTENTION_EMULATOR_INLINE void __pipeline_memcpy_async(void* to, const void* fro
   auto& copy =
       emulator::pending_copy(to, from, size, zeros, {"__pipeline_memcpy_async", file, line});
   const uint32_t poison = emulator::this_fiber().block->launch->poison;
-  if (size == 16) emulator::begin_copy<16>(copy, from, zeros, poison);
-  if (size == 8) emulator::begin_copy<8>(copy, from, zeros, poison);
-  if (size == 4) emulator::begin_copy<4>(copy, from, zeros, poison);
+  if (size == 16) emulator::begin_copy<16>(copy, to, from, zeros, poison);
+  if (size == 8) emulator::begin_copy<8>(copy, to, from, zeros, poison);
+  if (size == 4) emulator::begin_copy<4>(copy, to, from, zeros, poison);
 }
 
 void __pipeline_commit();

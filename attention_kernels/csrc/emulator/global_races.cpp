@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -108,6 +109,8 @@ struct GlobalMemory {
   std::mutex mutex;  // of what follows, and of new pages
   std::map<uintptr_t, Flag> flags;
   std::map<uint32_t, LaunchOrder*> launches;
+  // By launch, block and thread, the time of the last proxy fence for global memory.
+  std::map<std::array<uint32_t, 3>, uint32_t> proxy_fences;
   uint32_t calls = 0, last = 0, first = 0;  // first: the number of launch 0 in cells
   size_t used = 0;
   GlobalCell* cells = nullptr;
@@ -198,7 +201,9 @@ uint32_t begin_call(uint32_t count) {
 void end_call() {
   GlobalMemory& memory = GlobalMemory::instance();
   const std::lock_guard<std::mutex> lock(memory.mutex);
-  if (--memory.calls == 0) memory.flags.clear();
+  if (--memory.calls > 0) return;
+  memory.flags.clear();
+  memory.proxy_fences.clear();
 }
 
 void register_launch(LaunchOrder& order, bool begins) {
@@ -355,6 +360,27 @@ void Races::wait_for_previous() {
 
 // ---- Accesses -----------------------------------------------------------------------------------
 
+void Races::global_proxy_fence() {
+  const unsigned self = this_fiber().thread;
+  GlobalMemory& memory = GlobalMemory::instance();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  const auto number = static_cast<uint32_t>(block.number);
+  memory.proxy_fences[{block.launch->in_stream->number, number, self}] = now(self);
+  own[self] = ++time;
+}
+
+bool Races::lacks_proxy_fence(const GlobalAccess& before, const GlobalAccess& next) const {
+  const auto kind = static_cast<AccessKind>(before.kind);
+  if (static_cast<AccessKind>(next.kind) != AccessKind::kFetch || is_read(kind) ||
+      kind == AccessKind::kCopy || before.launch != next.launch)
+    return false;
+  GlobalMemory& memory = GlobalMemory::instance();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  const auto fence = memory.proxy_fences.find(
+      {block.launch->in_stream->number, before.block, before.thread});
+  return fence == memory.proxy_fences.end() || fence->second < before.clock;
+}
+
 bool Races::races_with(const GlobalAccess& before, const GlobalAccess& next) {
   if (before.clock == 0 || (before.bytes & next.bytes) == 0) return false;
   const auto kind = static_cast<AccessKind>(before.kind), now_kind = static_cast<AccessKind>(next.kind);
@@ -364,6 +390,7 @@ bool Races::races_with(const GlobalAccess& before, const GlobalAccess& next) {
   if (launch > mine) return true;
   if (launch < mine)
     return launch > std::max(floor.complete, of_thread[next.thread].news.complete);
+  if (lacks_proxy_fence(before, next)) return true;
   const bool is_same = before.block == next.block;
   if (is_strong(kind) && is_strong(now_kind)) {
     const unsigned scope = std::min(before.scope, next.scope);
@@ -491,7 +518,9 @@ void Races::report_global(const GlobalAccess& before, const GlobalAccess& next, 
     const bool is_same = before.block == next.block;
     const unsigned cluster = block.launch->cluster;
     what += lane(before, true) + verb(before) + "it" + at(before) + ", and nothing orders them; ";
-    if (is_same && before.thread / kWarpSize == next.thread / kWarpSize)
+    if (lacks_proxy_fence(before, next))
+      what += "a proxy fence for global memory after the first of them, and what orders threads, would";
+    else if (is_same && before.thread / kWarpSize == next.thread / kWarpSize)
       what += "a __syncwarp() between them would";
     else if (is_same)
       what += "a __syncthreads() between them would";

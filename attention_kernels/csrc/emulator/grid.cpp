@@ -309,17 +309,18 @@ struct GridRun {
     return true;
   }
 
-  // Called when a block has polled for long. Returns whether no running block can end that. Others
+  // Called when a block's threads have all polled in vain, some times. Returns whether no running block can end that. Others
   // start if they are resident at the same time.
   bool is_hopeless(Block& block) {
     const std::lock_guard<std::mutex> lock(polling);
-    block.in_flight.polls = 0;
+    block.in_flight.rotations = 0;
     if (std::exchange(last_events, events) != events) ++round, rounds = stuck = 0;
     if (std::exchange(block.stuck_round, round) == round || ++stuck < running) return false;
     ++round, stuck = 0;
     if (++rounds < 3) return false;  // a block may have changed a word after others had read it
-    if (next >= blocks || running + cluster > most_resident || error != cudaSuccess) return true;
-    return !start_others(others.size() + cluster);
+    if (next >= blocks || running < cluster || running + cluster > most_resident || error != cudaSuccess) return true;
+    const uint64_t more = std::min<uint64_t>(running, most_resident - running) / cluster * cluster;
+    return !start_others(others.size() + std::min(more, blocks - next));
   }
 
   // For std::thread. Its template instances are visible to other libraries, so their arguments must
@@ -580,7 +581,7 @@ void end_if_hopeless(const Site& site, const void* code) {
   GridRun& run = *block.launch->run;
   if (__atomic_load_n(&run.error, __ATOMIC_RELAXED) != cudaSuccess)
     fail(emulatorErrorCluster, "another block of the grid has failed");
-  if (++block.in_flight.polls < 16 * block.threads + 1000 || !run.is_hopeless(block)) return;
+  if (block.in_flight.rotations < 8 || !run.is_hopeless(block)) return;
   const uint64_t left = run.blocks - std::min<uint64_t>(run.next, run.blocks);
   std::string what = site.name != nullptr ? site.text().text : "a load";
   if (site.name == nullptr)

@@ -164,7 +164,7 @@ struct InFlight {
   std::vector<unsigned> registers;                   // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;               // failed waits since anything has happened
-  unsigned polls = 0;              // the same for words that other blocks may change
+  unsigned rotations = 0;          // the same: how often all threads that can run have had a turn
   bool waits_for_barrier = false;  // whether one of them was for a barrier in shared memory
   uint64_t events = 0;             // of the cluster, at the last of them
 
@@ -180,12 +180,12 @@ struct InFlight {
     products_left = 0;
     fenced.clear();
     registers.clear();
-    idle = polls = 0;
+    idle = rotations = 0;
     events = 0;
   }
 
   // Something has happened for which a thread may wait.
-  void progress() { idle = polls = 0; }
+  void progress() { idle = rotations = 0; }
 };
 
 }  // namespace attention::emulator

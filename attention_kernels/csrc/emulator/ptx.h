@@ -45,8 +45,9 @@ ATTENTION_EMULATOR_INLINE void copy_async(void* to, const void* from, CachePolic
 
 inline void prefetch(const void*) {}
 
-// Defined in tma.cpp.
+// Defined in tma.cpp. The second is for what later bulk copies read of global memory.
 void proxy_fence();
+void global_proxy_fence();
 
 // Defined in registers.cpp.
 bool has_registers(unsigned registers, bool raises, const emulator::Site& site);

@@ -31,7 +31,12 @@ void Races::begin_block() {
   random = (block.number + 1) * 0x9e3779b97f4a7c15u + block.launch->seed;
   begin_interval();
   begun = ordered;
+}
+
+void Races::end_block() {
+  allow_next();
   if (block.launch->cluster < 2) return;
+  // Another block gets it.
   forget(block.shared.dynamic, block.shared.dynamic_bytes);
   forget(block.shared.fixed, Library::instance().tls_bytes);
 }

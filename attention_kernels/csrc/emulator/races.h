@@ -34,7 +34,7 @@ class Races {
     if (has_news) share_news();
   }
   void begin_block();
-  void end_block() { allow_next(); }
+  void end_block();
 
   // Some lanes of a warp pass a __syncwarp().
   void synchronize(unsigned first_thread, uint32_t lanes);
@@ -82,8 +82,9 @@ class Races {
   bool follows(unsigned thread, uint32_t clock);
   void advance() { own[this_fiber().thread] = ++time; }
 
-  // The calling thread calls proxy_fence().
+  // The calling thread calls proxy_fence(), or the same for global memory.
   void proxy_fence();
+  void global_proxy_fence();
   // Returns a thread that has written some of these bytes without a proxy_fence() since, or -1.
   int unfenced_writer(const void* memory, size_t bytes);
 
@@ -157,6 +158,8 @@ class Races {
   void acquire_flag(uintptr_t word, Scope scope);
   void release_flag(uintptr_t word, Scope scope, bool is_release, bool replaces);
   bool knows(uint32_t of, unsigned thread, uint32_t clock) const;
+  // Returns whether a copy reads what a thread of the launch has stored without a proxy fence since.
+  bool lacks_proxy_fence(const GlobalAccess& before, const GlobalAccess& next) const;
   bool races_with(const GlobalAccess& before, const GlobalAccess& next);
   // Returns if it is a race only if the launch begins too early, which is not yet known. `before` is
   // {} for what precedes the call.

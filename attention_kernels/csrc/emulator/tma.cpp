@@ -30,6 +30,11 @@ void proxy_fence() {
   show_barriers();
 }
 
+void global_proxy_fence() {
+  if (emulator::Races* const races = emulator::this_fiber().block->races)
+    races->global_proxy_fence();
+}
+
 void begin_copy(const emulator::BulkCopy& copy, const void* code) {
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::InFlight& in_flight = block.in_flight;

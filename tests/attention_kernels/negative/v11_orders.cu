@@ -458,6 +458,56 @@ __global__ void allow(Params) {
   ptx::allow_next();
 }
 
+// ---- The asynchronous proxy ----------------------------------------------------------------------
+
+// 0: right. 1: no proxy fence. 2: no barrier. 3: the copy's bytes are read before they have arrived.
+template <int kFault>
+__global__ void copy_of_what_is_stored(Params p) {
+  __shared__ __align__(16) float s[kThreads];
+  __shared__ ptx::Barrier arrived;
+  p.y[threadIdx.x] = 1.0f;
+  if (kFault != 1) ptx::global_proxy_fence();
+  if (threadIdx.x == 0) {
+    ptx::barrier_init(&arrived, 1);
+    ptx::barrier_init_fence();
+  }
+  if (kFault != 2) __syncthreads();
+  if (threadIdx.x == 0) {
+    ptx::barrier_expect(&arrived, sizeof(s));
+    ptx::copy_bulk(s, p.y, sizeof(s), &arrived);
+  }
+  if (kFault == 2) __syncthreads();
+  if (kFault != 3) ptx::barrier_wait(&arrived, 0);
+  const float y = s[threadIdx.x ^ 1];
+  __syncthreads();
+  if (kFault == 3) ptx::barrier_wait(&arrived, 0);
+  p.y[512 + threadIdx.x] = y;
+}
+
+// ---- Waiting for ever ---------------------------------------------------------------------------
+
+// 0: right. 1: nobody sets the flag.
+template <int kFault>
+__global__ void flag_of_nobody(Params p) {
+  if (threadIdx.x == 0 && blockIdx.x == 0 && kFault == 0) atomicExch(&p.words[0], 1u);
+  if (threadIdx.x < 32)
+    while (*static_cast<volatile unsigned*>(p.words) == 0) {
+    }
+  __syncthreads();
+}
+
+template <int kFault>
+__global__ void lock_that_is_kept(Params p) {
+  if (threadIdx.x != 0) return;
+  while (atomicCAS(&p.words[0], 0u, 1u) != 0) {
+  }
+  __threadfence();
+  if (kFault == 0) atomicExch(&p.words[0], 0u);
+}
+
+// A barrier of a grid whose blocks need not run at once.
+__global__ void meet_by_chance(Params p) { meet(p.words, gridDim.x); }
+
 int64_t scratch_floats(const StructParams&) { return 0; }
 
 // Launches a kernel's right or racy form.
@@ -512,6 +562,16 @@ cudaError_t launch(const StructParams& p, cudaStream_t stream) {
   FAULT(36, cluster_exchange, 1, 2, 2)
   FAULT(37, cluster_exchange, 2, 2, 2)
   FAULT(38, cluster_through_global, 1, kBlocks, 2)
+  FAULT(44, copy_of_what_is_stored, 1, 1, 1)
+  FAULT(45, copy_of_what_is_stored, 2, 1, 1)
+  FAULT(46, copy_of_what_is_stored, 3, 1, 1)
+  FAULT(50, flag_of_nobody, 1, kBlocks, 1)
+  FAULT(51, lock_that_is_kept, 1, kBlocks, 1)
+  // Right on a device with room for 8 blocks, but not for 200
+  if (p.pattern == 52)
+    return launch_kernel(meet_by_chance, p.is_racy ? 200 : 8, kThreads, 0, stream, p);
+  if (p.pattern == 53)
+    return launch_at_once(meet_by_chance, p.is_racy ? 200 : 8, 1, kThreads, 0, stream, p);
   cudaError_t error = cudaSuccess;
   const auto add = [&](auto* kernel, bool is_early) {
     if (error != cudaSuccess) return;
