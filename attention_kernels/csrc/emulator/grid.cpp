@@ -293,12 +293,21 @@ struct GridRun {
     if (block != nullptr) Blocks::instance().release(block);
   }
 
-  size_t other_count() {
-    const std::lock_guard<std::mutex> lock(polling);
-    return others.size();
+  // Waits for the other OS threads. They may start more.
+  void join_others() {
+    for (size_t i = 0;; ++i) {
+      std::thread* other;
+      {
+        const std::lock_guard<std::mutex> lock(polling);
+        if (i == others.size()) return;
+        other = &others[i];
+      }
+      other->join();
+    }
   }
 
-  // Starts OS threads until there are `count`, and the caller's. Returns false if it fails.
+  // Starts OS threads until there are `count`, and the caller's. Returns false if it fails. `polling`
+  // must be locked.
   bool start_others(uint64_t count) {
     try {
       while (others.size() < count)
@@ -388,11 +397,15 @@ inline Outcome run_grid(Launch launch) {
   else if (launch.cluster > 1)
     workers = launch.cluster;
   // Use the threads that could be started, except for blocks that must run at the same time.
-  if (!run.start_others(std::min(workers, run.blocks) - 1) &&
-      (launch.cluster > 1 || launch.is_at_once))
-    run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for the blocks of a cluster");
+  bool are_enough;
+  {
+    const std::lock_guard<std::mutex> lock(run.polling);
+    are_enough = run.start_others(std::min(workers, run.blocks) - 1);
+  }
+  if (!are_enough && (launch.cluster > 1 || launch.is_at_once))
+    run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for blocks that run at once");
   run.work();
-  for (size_t i = 0; i < run.other_count(); ++i) run.others[i].join();
+  run.join_others();
   return {run.error, run.message};
 }
 

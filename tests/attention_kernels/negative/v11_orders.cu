@@ -1,4 +1,4 @@
-// v11 - 31 patterns of how threads, blocks and launches exchange data, each right and racy
+// v11 - patterns of how threads, blocks and launches exchange data, each right and racy
 //
 // Change: a field of the parameters chooses the pattern, another whether it has its race.
 // Why:    a negative control: on a GPU most of these races do not show.
