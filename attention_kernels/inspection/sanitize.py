@@ -1,9 +1,10 @@
 """Run backends under a sanitizer, to find the faults that a correct output hides.
 
 On the CPU, emulated kernels run in a build with AddressSanitizer, and again with their blocks and
-threads in other orders, which must not change a bit of the output. In the same orders they run in the
-build that reports races: what a race between blocks touches may depend on who is ahead. On a GPU, NVIDIA's
-compute-sanitizer looks for invalid accesses (memcheck) and races in shared memory (racecheck).
+threads in other orders, which must not change a bit of the output. In the same orders they run in
+the build that reports races: what a race between blocks touches may depend on who is ahead. On a
+GPU, NVIDIA's compute-sanitizer looks for invalid accesses (memcheck) and races in shared memory
+(racecheck).
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def sanitize(
 ) -> list[str]:
     """Run backends, given by name or version file, under the device's sanitizers.
 
-    device: "cuda", "cpu", or "" for cuda if the first one runs there, else cpu. schedules: the number
-    of shuffled orders in the emulator, the same in each run. Returns a sentence
-    per fault. A run, which builds the backends and executes all cases under one sanitizer, ends at
-    its first fault or after timeout_s seconds. Raises UnavailableBackendError if a sanitizer is
-    missing, and UnsupportedError on the CPU for a backend that is not emulated.
+    device: "cuda", "cpu", or "" for cuda if the first one runs there, else cpu. schedules: the
+    number of shuffled orders in the emulator, the same in each run. Returns a sentence per fault. A
+    run, which builds the backends and executes all cases under one sanitizer, ends at its first
+    fault or after timeout_s seconds. Raises UnavailableBackendError if a sanitizer is missing, and
+    UnsupportedError on the CPU for a backend that is not emulated.
     """
     specs = [ladder.resolve(what) for what in whats]
     device = registry.device_for(specs[0], device)

@@ -108,8 +108,9 @@ def verify(
 ) -> Findings:
     """Check a backend, and time it if it passes.
 
-    sanitized: run the sanitizers first, in the emulator in this many shuffled orders. timed: time it,
-    unless it is emulated. The other arguments and errors are those of suite.verify().
+    sanitized: run the sanitizers first. schedules: in the emulator, in this many shuffled orders.
+    timed: time it, unless it is emulated. The other arguments and errors are those of
+    suite.verify().
     """
     # Before the kernel's process could write a file in a module's place.
     importlib.import_module("gpt2_infer.bench.kernels")

@@ -1,4 +1,4 @@
-"""The emulator reports races in shared memory, and none in the ladders' kernels."""
+"""The emulator reports races within a block, and none in the ladders' kernels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_verify_fails_a_kernel_whose_race_changes_no_result(tmp_path):
     file = tmp_path / source.name
     file.write_text(text, "utf-8")
     (failure,) = verify(ladder.resolve(str(file)), "cpu", seed=0, max_failures=1).failures
-    assert failure.what.startswith("races in shared memory, seqlen 1")
+    assert failure.what.startswith("races, seqlen 1")
     reads = next(n for n, line in enumerate(text.splitlines(), 1) if "const float s = sS[" in line)
     assert f"has read, at {source.name}:{reads}, with no barrier between" in failure.why
 

@@ -265,7 +265,8 @@ void receive_messages() {
     block.in_flight.progress();
     if (copy.bytes == 0) continue;
     if (block.races != nullptr)
-      block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge, copy.barrier);
+      block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge,
+                                   copy.barrier);
     begin_copy(copy, message.code);
   }
 }

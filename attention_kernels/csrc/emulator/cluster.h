@@ -39,9 +39,9 @@ struct Cluster {
   bool ended[kMaxCluster]{};
   std::vector<Message> messages[kMaxCluster];
   struct {
-    unsigned arrival = 0;  // of each thread, counted from 1
-    Knowledge knowledge;   // of the threads that have arrived
-  } barriers[2];           // an odd and an even one
+    unsigned arrival = 0;                     // of each thread, counted from 1
+    Knowledge knowledge;                      // of the threads that have arrived
+  } barriers[2];                              // an odd and an even one
   std::deque<std::array<unsigned, 4>> words;  // that have been sent
   struct {
     uint64_t events;  // when all of the block's threads had waited in vain, plus 1

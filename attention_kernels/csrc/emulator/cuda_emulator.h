@@ -24,8 +24,9 @@
 // Limits: inline PTX, clock64() and cooperative groups are compile errors. Threads that wait at
 // different __syncthreads() are an error, as in CUDA's documentation, though hardware tolerates it.
 // A shuffle orders memory accesses here, which CUDA does not promise: compiled with
-// -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that spins until
-// another one writes spins until the block's time is up, unless it calls poll_again(). A library of
+// -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that reads a plain word
+// until another one writes spins until the block's time is up, unless it calls poll_again() or
+// __nanosleep(); volatiles and atomics let others run. A library of
 // emulated kernels must not define a thread_local of its own, nor link one from a static C++ library
 // (see Library). Where races are looked for, what an inline function of these headers accesses counts
 // as the kernel's own: apart from the block and its threads it may touch no memory of the emulator's.
@@ -42,6 +43,12 @@
 #include "block.h"
 
 #pragma GCC visibility push(hidden)
+
+#ifdef ATTENTION_EMULATOR_RACES
+namespace attention::emulator {
+[[maybe_unused]] static const bool is_checked = checks_races = true;
+}
+#endif
 
 // ---- Qualifiers and built-in variables ----------------------------------------------------------
 
@@ -247,13 +254,13 @@ ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Scope scope, const Site& s
 
 // Each also with the scope of the block, and of the system, which includes only one device here.
 // A maximum that changes nothing is no reason to wait.
-#define ATTENTION_EMULATOR_SCOPED(name, scope, polls, expression)                       \
-  template <typename T>                                                                 \
-  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> value,             \
-                                   ATTENTION_EMULATOR_SITE) {                           \
+#define ATTENTION_EMULATOR_SCOPED(name, scope, polls, expression)                         \
+  template <typename T>                                                                   \
+  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> value,               \
+                                   ATTENTION_EMULATOR_SITE) {                             \
     return attention::emulator::atomic_update(address, attention::emulator::Scope::scope, \
-                                              {polls ? #name : nullptr, file, line},    \
-                                              [&](T old) -> T { return expression; });  \
+                                              {polls ? #name : nullptr, file, line},      \
+                                              [&](T old) -> T { return expression; });    \
   }
 #define ATTENTION_EMULATOR_ATOMIC(name, polls, expression)             \
   ATTENTION_EMULATOR_SCOPED(name, kDevice, polls, expression)          \
@@ -272,13 +279,13 @@ ATTENTION_EMULATOR_ATOMIC(atomicDec, true, old == 0 || old > value ? value : T(o
 #undef ATTENTION_EMULATOR_ATOMIC
 #undef ATTENTION_EMULATOR_SCOPED
 
-#define ATTENTION_EMULATOR_CAS(name, scope)                                              \
-  template <typename T>                                                                  \
-  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> expected,           \
+#define ATTENTION_EMULATOR_CAS(name, scope)                                                \
+  template <typename T>                                                                    \
+  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> expected,             \
                                    std::common_type_t<T> value, ATTENTION_EMULATOR_SITE) { \
-    return attention::emulator::atomic_update(                                           \
-        address, attention::emulator::Scope::scope, {#name, file, line},                 \
-        [&](T old) { return old == expected ? value : old; });                           \
+    return attention::emulator::atomic_update(                                             \
+        address, attention::emulator::Scope::scope, {#name, file, line},                   \
+        [&](T old) { return old == expected ? value : old; });                             \
   }
 ATTENTION_EMULATOR_CAS(atomicCAS, kDevice)
 ATTENTION_EMULATOR_CAS(atomicCAS_system, kDevice)
@@ -482,8 +489,9 @@ template <typename Kernel, typename... Arguments>
 cudaError_t launch_any(bool is_early, bool is_at_once, Kernel* kernel, dim3 grid, int cluster,
                        dim3 block, size_t smem_bytes, Arguments... arguments) {
   using Call = decltype(make_call(kernel, arguments...));
-  emulator::Launch launch{grid, block, smem_bytes, run_call<Call>,
-                          new Call(make_call(kernel, arguments...)), sizeof(Call)};
+  emulator::Launch launch{
+      grid,        block, smem_bytes, run_call<Call>, new Call(make_call(kernel, arguments...)),
+      sizeof(Call)};
   launch.cluster = cluster;
   launch.is_early = is_early;
   launch.is_at_once = is_at_once;

@@ -25,8 +25,8 @@ void set(PendingCopy& copy, const void* data, size_t bytes);
 
 // Loads and stores a whole chunk at once, so that accesses are counted as in hardware.
 template <size_t kBytes>
-ATTENTION_EMULATOR_INLINE void begin_copy(PendingCopy& copy, void* to, const void* from, size_t zeros,
-                                          uint32_t poison) {
+ATTENTION_EMULATOR_INLINE void begin_copy(PendingCopy& copy, void* to, const void* from,
+                                          size_t zeros, uint32_t poison) {
   Chunk<kBytes> chunk{};
   if (zeros == 0) {
     chunk = *static_cast<const Chunk<kBytes>*>(from);

@@ -285,7 +285,8 @@ inline uint32_t group_of(const Block& block, unsigned scope) {
 void Races::acquire_flag(uintptr_t word, Scope scope) {
   GlobalMemory& memory = GlobalMemory::instance();
   const auto found = memory.flags.find(word);
-  if (found == memory.flags.end() || found->second.launch != block.launch->in_stream->number) return;
+  if (found == memory.flags.end() || found->second.launch != block.launch->in_stream->number)
+    return;
   const Flag& flag = found->second;
   for (unsigned i = 0; i <= static_cast<unsigned>(scope); ++i)
     if (flag.group[i] == group_of(block, i)) learn(flag.by_scope[i]);
@@ -301,7 +302,8 @@ void Races::release_flag(uintptr_t word, Scope scope, bool is_release, bool repl
     if (replaces || flag.group[i] != group) flag.by_scope[i] = {};
     flag.group[i] = group;
     if (i > static_cast<unsigned>(scope)) continue;
-    if (is_release || mine.has_fenced[i]) flag.by_scope[i].merge(is_release ? all : mine.at_fence[i]);
+    if (is_release || mine.has_fenced[i])
+      flag.by_scope[i].merge(is_release ? all : mine.at_fence[i]);
   }
   flag.unfenced.merge(all);
   own[self] = ++time;
@@ -376,20 +378,20 @@ bool Races::lacks_proxy_fence(const GlobalAccess& before, const GlobalAccess& ne
     return false;
   GlobalMemory& memory = GlobalMemory::instance();
   const std::lock_guard<std::mutex> lock(memory.mutex);
-  const auto fence = memory.proxy_fences.find(
-      {block.launch->in_stream->number, before.block, before.thread});
+  const auto fence =
+      memory.proxy_fences.find({block.launch->in_stream->number, before.block, before.thread});
   return fence == memory.proxy_fences.end() || fence->second < before.clock;
 }
 
 bool Races::races_with(const GlobalAccess& before, const GlobalAccess& next) {
   if (before.clock == 0 || (before.bytes & next.bytes) == 0) return false;
-  const auto kind = static_cast<AccessKind>(before.kind), now_kind = static_cast<AccessKind>(next.kind);
+  const auto kind = static_cast<AccessKind>(before.kind),
+             now_kind = static_cast<AccessKind>(next.kind);
   if (is_read(kind) && is_read(now_kind)) return false;
   const uint32_t launch = GlobalMemory::instance().first + before.launch;
   const uint32_t mine = block.launch->in_stream->number;
   if (launch > mine) return true;
-  if (launch < mine)
-    return launch > std::max(floor.complete, of_thread[next.thread].news.complete);
+  if (launch < mine) return launch > std::max(floor.complete, of_thread[next.thread].news.complete);
   if (lacks_proxy_fence(before, next)) return true;
   const bool is_same = before.block == next.block;
   if (is_strong(kind) && is_strong(now_kind)) {
@@ -495,15 +497,15 @@ void Races::report_global(const GlobalAccess& before, const GlobalAccess& next, 
                      at(next) + ", which ";
   if (launch != order.number) {
     const bool is_next_early = launch < order.number;
-    what += before.clock == 0 ? std::string("the kernel before may still write")
-                              : lane(before, false) + " of the kernel " +
-                                    (is_next_early ? "before it" : "after it") + verb(before) + "it" +
-                                    at(before);
+    what += before.clock == 0
+                ? std::string("the kernel before may still write")
+                : lane(before, false) + " of the kernel " +
+                      (is_next_early ? "before it" : "after it") + verb(before) + "it" + at(before);
     what += is_next_early ? "; a wait_for_previous() before it would order them"
                           : "; a wait_for_previous() there would order them";
     const uint32_t first = std::min(launch, order.number), second = std::max(launch, order.number);
-    const bool is_unknown = is_next_early ? order.begins_after == 0 || before.clock == 0
-                                          : second > first + 1;
+    const bool is_unknown =
+        is_next_early ? order.begins_after == 0 || before.clock == 0 : second > first + 1;
     if (is_unknown && memory.defer(second, first, what)) return;
   } else {
     const auto is_atomic = [](const GlobalAccess& access) {
@@ -519,7 +521,8 @@ void Races::report_global(const GlobalAccess& before, const GlobalAccess& next, 
     const unsigned cluster = block.launch->cluster;
     what += lane(before, true) + verb(before) + "it" + at(before) + ", and nothing orders them; ";
     if (lacks_proxy_fence(before, next))
-      what += "a proxy fence for global memory after the first of them, and what orders threads, would";
+      what +=
+          "a proxy fence for global memory after the first of them, and what orders threads, would";
     else if (is_same && before.thread / kWarpSize == next.thread / kWarpSize)
       what += "a __syncwarp() between them would";
     else if (is_same)
@@ -533,8 +536,9 @@ void Races::report_global(const GlobalAccess& before, const GlobalAccess& next, 
     else if (cluster > 1 && before.block / cluster == next.block / cluster)
       what += "a barrier of the cluster between them would";
     else
-      what += "an atomic or a flag with a __threadfence() on both sides, a barrier of the grid or a "
-              "second kernel would";
+      what +=
+          "an atomic or a flag with a __threadfence() on both sides, a barrier of the grid or a "
+          "second kernel would";
   }
   block.record(cudaErrorLaunchFailure, what.c_str());
   block.abandon();

@@ -117,9 +117,9 @@ inline std::string wrong_setting() {
 inline uint64_t resident_blocks_of(const Launch& launch) {
   const Device device = Device::emulated();
   const uint64_t threads = uint64_t{launch.block.x} * launch.block.y * launch.block.z;
-  return device.multiprocessors * std::min<uint64_t>((device.shared_limit + 1024) /
-                                                         (launch.dynamic_shared + 1024),
-                                                     1024 / std::max<uint64_t>(threads, 1));
+  return device.multiprocessors *
+         std::min<uint64_t>((device.shared_limit + 1024) / (launch.dynamic_shared + 1024),
+                            1024 / std::max<uint64_t>(threads, 1));
 }
 
 // The order in which blocks start. CUDA promises none, so a kernel whose blocks depend on each
@@ -327,7 +327,9 @@ struct GridRun {
     if (std::exchange(block.stuck_round, round) == round || ++stuck < running) return false;
     ++round, stuck = 0;
     if (++rounds < 3) return false;  // a block may have changed a word after others had read it
-    if (next >= blocks || running < cluster || running + cluster > most_resident || error != cudaSuccess) return true;
+    if (next >= blocks || running < cluster || running + cluster > most_resident ||
+        error != cudaSuccess)
+      return true;
     const uint64_t more = std::min<uint64_t>(running, most_resident - running) / cluster * cluster;
     return !start_others(others.size() + std::min(more, blocks - next));
   }
@@ -465,7 +467,8 @@ struct PreviousLaunch {
     // A block that does not know more lets the next launch start as early as it has started.
     if (order.allows < order.number - 1 && order.allows < order.begins_after)
       order.allows = order.begins_after;
-    if (it.outcome.error == cudaSuccess && order.deferred > order.begins_after)
+    if (it.outcome.error == cudaSuccess && order.begins_after != 0 &&
+        order.deferred > order.begins_after)
       it.outcome = {cudaErrorLaunchFailure, order.message};
     register_launch(order, false);
     if (it.outcome.error == cudaSuccess && it.launch.is_early && !it.waited) {
@@ -597,8 +600,7 @@ void end_if_hopeless(const Site& site, const void* code) {
   if (block.in_flight.rotations < 8 || !run.is_hopeless(block)) return;
   const uint64_t left = run.blocks - std::min<uint64_t>(run.next, run.blocks);
   std::string what = site.name != nullptr ? site.text().text : "a load";
-  if (site.name == nullptr)
-    what += place(reinterpret_cast<uintptr_t>(code) - 1);
+  if (site.name == nullptr) what += place(reinterpret_cast<uintptr_t>(code) - 1);
   what += " is repeated for ever: ";
   if (left == 0) {
     what += "what it waits for is changed by none of the " + std::to_string(run.running) +

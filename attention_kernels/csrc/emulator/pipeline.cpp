@@ -1,8 +1,8 @@
 // Asynchronous copies of threads: see cuda_pipeline.h.
 
-#include "cuda_pipeline.h"
-
 #include <algorithm>
+
+#include "cuda_pipeline.h"
 
 #pragma GCC visibility push(hidden)
 
@@ -29,9 +29,7 @@ PendingCopy& pending_copy(void* to, const void* from, size_t size, size_t zeros,
   return self.pending->back();
 }
 
-void set(PendingCopy& copy, const void* data, size_t bytes) {
-  std::memcpy(copy.data, data, bytes);
-}
+void set(PendingCopy& copy, const void* data, size_t bytes) { std::memcpy(copy.data, data, bytes); }
 
 }  // namespace attention::emulator
 

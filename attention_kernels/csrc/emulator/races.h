@@ -62,7 +62,8 @@ class Races {
   // Surrounds an atomic operation on a word: changes it, and reads it.
   class Atomic {
    public:
-    Atomic(Races* races, const void* word, size_t bytes, AccessKind kind, int order, const void* code);
+    Atomic(Races* races, const void* word, size_t bytes, AccessKind kind, int order,
+           const void* code);
     ~Atomic();
     Atomic(const Atomic&) = delete;
     bool has_failed = false;  // a compare-and-swap, which then only reads
@@ -126,10 +127,10 @@ class Races {
 
   // What fences and atomic operations of a thread order, by scope.
   struct OfThread {
-    Knowledge news;                  // since the block's last barrier
-    Knowledge at_fence[kScopes];     // what the thread knew at its last fence
+    Knowledge news;               // since the block's last barrier
+    Knowledge at_fence[kScopes];  // what the thread knew at its last fence
     bool has_fenced[kScopes] = {};
-    std::vector<uintptr_t> loaded;   // words that it has loaded since its last fence
+    std::vector<uintptr_t> loaded;  // words that it has loaded since its last fence
   };
 
   bool is_global(uintptr_t address) const;
@@ -175,12 +176,12 @@ class Races {
   uint32_t ordered = 0;         // everything up to then comes before every thread's next access
   uint32_t time = 1;
   std::vector<Released> released;
-  Knowledge floor;                 // of other blocks, what all threads know
-  Knowledge unfenced;              // what they would know if all atomic operations were fences
+  Knowledge floor;     // of other blocks, what all threads know
+  Knowledge unfenced;  // what they would know if all atomic operations were fences
   std::vector<OfThread> of_thread;
-  bool has_news = false;           // whether a thread knows more than `floor`
-  bool lets_others_run = false;    // at the next access
-  bool has_allowed = false;        // whether a thread has called allow_next()
+  bool has_news = false;         // whether a thread knows more than `floor`
+  bool lets_others_run = false;  // at the next access
+  bool has_allowed = false;      // whether a thread has called allow_next()
   Scope next_scope = Scope::kDevice;
   uint64_t random = 0;             // decides where a thread is delayed
   uint32_t begun = 0;              // when the block began

@@ -1,16 +1,17 @@
-// Looks for races in a version file that is compiled with -fsanitize=thread; other files do not
-// call this. See races.h.
+// Looks for races in a version file that is compiled with -fsanitize=thread and
+// ATTENTION_EMULATOR_RACES; without the latter, only lets others run where a volatile is polled. Other
+// files do not call this. See races.h.
 
 #include "block.h"
 
 #define ON_ACCESS(address, bytes, kind)                                                  \
   attention::emulator::check_race(address, bytes, attention::emulator::AccessKind::kind, \
                                   __builtin_return_address(0))
-#define ON_ATOMIC(address, bytes, kind, order)                                                   \
-  attention::emulator::check_poll(address, bytes, attention::emulator::AccessKind::kind,         \
-                                  __builtin_return_address(0));                                  \
-  attention::emulator::Races::Atomic around(attention::emulator::races_of_this(), address,       \
-                                            bytes, attention::emulator::AccessKind::kind, order, \
+#define ON_ATOMIC(address, bytes, kind, order)                                                    \
+  attention::emulator::check_poll(address, bytes, attention::emulator::AccessKind::kind,          \
+                                  __builtin_return_address(0));                                   \
+  attention::emulator::Races::Atomic around(attention::emulator::races_of_this(), address, bytes, \
+                                            attention::emulator::AccessKind::kind, order,         \
                                             __builtin_return_address(0))
 #define ON_VOLATILE(address, bytes, kind) ON_ATOMIC(address, bytes, kind, __ATOMIC_RELAXED)
 #define END_ATOMIC(changed) around.has_failed = !(changed)
@@ -34,9 +35,9 @@ inline Races* races_of_this() {
 
 // A load of a volatile, or an atomic one, may be repeated until the value changes. Others run first.
 inline void check_poll(const void* address, size_t bytes, AccessKind kind, const void* code) {
-  Races* const races = races_of_this();
-  if (races != nullptr) races->delay();
-  if (kind != AccessKind::kLoad || races == nullptr) return;
+  const Block* const block = this_block();
+  if (block != nullptr && block->races != nullptr) block->races->delay();
+  if (kind != AccessKind::kLoad || block == nullptr) return;
   uint64_t value = 0;
   std::memcpy(&value, address, std::min(bytes, sizeof value));
   note_poll(address, value, {nullptr, nullptr, 0}, code);
@@ -47,7 +48,7 @@ inline void check_poll(const void* address, size_t bytes, AccessKind kind, const
 extern "C" {
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
-void __tsan_init() { attention::emulator::checks_races = true; }
+void __tsan_init() {}
 }
 
 #pragma GCC visibility pop

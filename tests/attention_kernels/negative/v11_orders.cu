@@ -511,16 +511,15 @@ __global__ void meet_by_chance(Params p) { meet(p.words, gridDim.x); }
 int64_t scratch_floats(const StructParams&) { return 0; }
 
 // Launches a kernel's right or racy form.
-#define PLAIN(number, kernel, blocks)                                                     \
-  if (p.pattern == number) {                                                              \
-    return p.is_racy ? launch_kernel(kernel<true>, blocks, kThreads, 0, stream, p)        \
-                     : launch_kernel(kernel<false>, blocks, kThreads, 0, stream, p);      \
+#define PLAIN(number, kernel, blocks)                                                \
+  if (p.pattern == number) {                                                         \
+    return p.is_racy ? launch_kernel(kernel<true>, blocks, kThreads, 0, stream, p)   \
+                     : launch_kernel(kernel<false>, blocks, kThreads, 0, stream, p); \
   }
 #define FAULT(number, kernel, fault, blocks, cluster)                                         \
   if (p.pattern == number) {                                                                  \
-    return p.is_racy                                                                          \
-               ? launch_at_once(kernel<fault>, blocks, cluster, kThreads, 0, stream, p)       \
-               : launch_at_once(kernel<0>, blocks, cluster, kThreads, 0, stream, p);          \
+    return p.is_racy ? launch_at_once(kernel<fault>, blocks, cluster, kThreads, 0, stream, p) \
+                     : launch_at_once(kernel<0>, blocks, cluster, kThreads, 0, stream, p);    \
   }
 
 cudaError_t launch(const StructParams& p, cudaStream_t stream) {
