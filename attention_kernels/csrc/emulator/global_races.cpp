@@ -121,32 +121,27 @@ struct GlobalMemory {
     return *memory;
   }
 
+  // Returns the slot of a page's number, or the empty one where it belongs.
+  Page& slot_of(uintptr_t number) {
+    for (size_t i = number * 0x9e3779b97f4a7c15u >> 40;; ++i) {
+      const uintptr_t there = pages[i % kSlots].number.load(std::memory_order_acquire);
+      if (there == number || there == 0) return pages[i % kSlots];
+    }
+  }
+
   // Returns the page of an address, or null: it is full, or `adds` is false and there is none.
   Page* find(uintptr_t address, bool adds) {
     const uintptr_t number = address / kPageBytes;
-    const auto slot = [&](size_t probe) -> Page& {
-      return pages[(number * 0x9e3779b97f4a7c15u >> 40) % kSlots + probe < kSlots
-                       ? (number * 0x9e3779b97f4a7c15u >> 40) % kSlots + probe
-                       : (number * 0x9e3779b97f4a7c15u >> 40) % kSlots + probe - kSlots];
-    };
-    size_t probe = 0;
-    for (;; ++probe) {
-      const uintptr_t there = slot(probe).number.load(std::memory_order_acquire);
-      if (there == number) return &slot(probe);
-      if (there == 0) break;
-    }
+    if (Page& page = slot_of(number); page.number == number) return &page;
     if (!adds) return nullptr;
     const std::lock_guard<std::mutex> lock(mutex);
+    Page& page = slot_of(number);
+    if (page.number == number) return &page;
     if (used == kPages) return nullptr;
     if (cells == nullptr) cells = zeros<GlobalCell>(kPages * kCellsPerPage);
-    for (;; ++probe) {
-      const uintptr_t there = slot(probe).number.load(std::memory_order_relaxed);
-      if (there == number) return &slot(probe);
-      if (there != 0) continue;
-      slot(probe).cells = cells + used++ * kCellsPerPage;
-      slot(probe).number.store(number, std::memory_order_release);
-      return &slot(probe);
-    }
+    page.cells = cells + used++ * kCellsPerPage;
+    page.number.store(number, std::memory_order_release);
+    return &page;
   }
 
   void clear() {

@@ -38,6 +38,11 @@ inline bool is_strong(AccessKind kind) {
 
 constexpr unsigned kMaxCluster = 8;
 
+inline uint64_t next_random(uint64_t& state) {
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return state >> 33;
+}
+
 // Whose accesses an atomic operation or a fence orders.
 enum class Scope : uint8_t { kBlock, kCluster, kDevice };
 constexpr unsigned kScopes = 3;

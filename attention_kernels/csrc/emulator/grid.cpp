@@ -153,13 +153,12 @@ class Turns {
 
   void begin(Block& block) {
     std::unique_lock<std::mutex> lock(mutex);
+    if (has_given_up) return;
     line.push_back(&block);
     if (--missing == 0) {
       std::sort(line.begin(), line.end(), [](auto* a, auto* b) { return a->number < b->number; });
-      for (size_t i = line.size(); i > 1; --i) {
-        random = random * 6364136223846793005u + 1442695040888963407u;
-        std::swap(line[i - 1], line[(random >> 33) % i]);
-      }
+      for (size_t i = line.size(); i > 1; --i)
+        std::swap(line[i - 1], line[next_random(random) % i]);
       if (line.size() > 2) leave_out_last();
       call_next();
     }
@@ -171,10 +170,18 @@ class Turns {
     in_vain = waits ? in_vain + 1 : 0;
     line.push_back(&block);
     block.has_turn = false;
-    random = random * 6364136223846793005u + 1442695040888963407u;
-    if (left_out == nullptr && !waits && line.size() > 2 && random >> 60 == 0) leave_out_last();
+    if (left_out == nullptr && !waits && line.size() > 2 && next_random(random) % 16 == 0)
+      leave_out_last();
     call_next();
     wait(block, lock);
+  }
+  // Blocks that wait to begin do so: some have no OS thread.
+  void give_up() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    has_given_up = true;
+    for (Block* const block : line) block->has_turn = true;
+    line.clear();
+    changed.notify_all();
   }
   void end(Block& block) {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -197,8 +204,10 @@ class Turns {
     line.erase(line.begin());
     changed.notify_all();
   }
-  void wait(const Block& block, std::unique_lock<std::mutex>& lock) {
+  void wait(Block& block, std::unique_lock<std::mutex>& lock) {
+    const unsigned ticks = block.signals.ticks;  // without those of the others
     changed.wait(lock, [&] { return block.has_turn; });
+    block.signals.ticks = ticks;
   }
 
   std::mutex mutex;
@@ -206,6 +215,7 @@ class Turns {
   std::vector<Block*> line;
   Block* left_out = nullptr;
   size_t in_vain = 0;  // turns since a block has done more than wait
+  bool has_given_up = false;
   uint64_t missing, random;
 };
 
@@ -406,6 +416,7 @@ inline Outcome run_grid(Launch launch) {
   }
   if (!are_enough && (launch.cluster > 1 || launch.is_at_once))
     run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for blocks that run at once");
+  if (!are_enough && run.turns) run.turns->give_up();
   run.work();
   run.join_others();
   return {run.error, run.message};

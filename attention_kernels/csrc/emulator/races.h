@@ -134,10 +134,7 @@ class Races {
   };
 
   bool is_global(uintptr_t address) const;
-  uint64_t draw() {
-    random = random * 6364136223846793005u + 1442695040888963407u;
-    return random >> 33;
-  }
+  uint64_t draw() { return next_random(random); }
   // Returns the offset of the first cell's bytes, or -1 outside shared memory.
   uintptr_t place_of(uintptr_t address) const;
   Released& at(const void* barrier);
