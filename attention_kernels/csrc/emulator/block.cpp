@@ -442,7 +442,7 @@ bool Block::run(uint64_t number_in_grid) {
   if (checks_races && races == nullptr) races = new Races(*this);
   if (races != nullptr) races->begin_block();
   polls.assign(threads * kPolls, {});
-  stuck_round = 0;
+  stuck_round = access = 0;
   begin_interval();
   switch_context(main, *next_ready());
   if (races != nullptr) races->end_block();

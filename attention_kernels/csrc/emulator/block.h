@@ -123,6 +123,7 @@ struct Block {
   };
   std::vector<Poll> polls;   // the last kPolls of each thread
   uint64_t stuck_round = 0;  // of the grid, in which the block was last found to wait
+  uintptr_t access = 0;      // where the kernel has called, while an access of its is checked
   bool has_turn = false;     // among the blocks of a grid that take turns
 
   Fiber& fiber(unsigned thread) { return *warps[thread / kWarpSize].fibers[thread % kWarpSize]; }

@@ -23,9 +23,11 @@ namespace attention::emulator {
 // Called at each access, also the host's, which are ignored.
 inline void check_race(const void* address, size_t bytes, AccessKind kind, const void* code) {
   Block* const block = this_block();
-  if (block != nullptr && block->races != nullptr &&
-      block->races->access(address, bytes, kind, code))
-    block->races->delay();
+  if (block == nullptr || block->races == nullptr) return;
+  block->access = reinterpret_cast<uintptr_t>(code);
+  const bool is_global = block->races->access(address, bytes, kind, code);
+  block->access = 0;
+  if (is_global) block->races->delay();
 }
 
 inline Races* races_of_this() {
@@ -35,11 +37,15 @@ inline Races* races_of_this() {
 
 // A load of a volatile, or an atomic one, may be repeated until the value changes. Others run first.
 inline void check_poll(const void* address, size_t bytes, AccessKind kind, const void* code) {
-  const Block* const block = this_block();
-  if (block != nullptr && block->races != nullptr) block->races->delay();
-  if (kind != AccessKind::kLoad || block == nullptr) return;
+  Block* const block = this_block();
+  if (block == nullptr) return;
+  if (block->races != nullptr) block->races->delay();
+  if (kind == AccessKind::kStore) block->in_flight.progress();
+  if (kind != AccessKind::kLoad) return;
   uint64_t value = 0;
+  block->access = reinterpret_cast<uintptr_t>(code);
   std::memcpy(&value, address, std::min(bytes, sizeof value));
+  block->access = 0;
   note_poll(address, value, {nullptr, nullptr, 0}, code);
 }
 
