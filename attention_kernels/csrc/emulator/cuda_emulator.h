@@ -224,10 +224,12 @@ ATTENTION_EMULATOR_ACCESS(__ldcs, __stcs)
 
 namespace attention::emulator {
 
-// Blocks run on several OS threads, so this must be atomic on the host. Returns the old value.
+// Blocks run on several OS threads, so this must be atomic on the host. Returns the old value. With a
+// site, a thread that repeats it in vain lets others run.
 template <typename T, typename Function>
-ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Scope scope, const Site& site,
-                                          Function function) {
+ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Function function,
+                                          Scope scope = Scope::kDevice,
+                                          const Site& site = {nullptr, nullptr, 0}) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
   using Bits = std::conditional_t<sizeof(T) == 2, uint16_t,
                                   std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
@@ -254,13 +256,13 @@ ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Scope scope, const Site& s
 
 // Each also with the scope of the block, and of the system, which includes only one device here.
 // A maximum that changes nothing is no reason to wait.
-#define ATTENTION_EMULATOR_SCOPED(name, scope, polls, expression)                         \
-  template <typename T>                                                                   \
-  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> value,               \
-                                   ATTENTION_EMULATOR_SITE) {                             \
-    return attention::emulator::atomic_update(address, attention::emulator::Scope::scope, \
-                                              {polls ? #name : nullptr, file, line},      \
-                                              [&](T old) -> T { return expression; });    \
+#define ATTENTION_EMULATOR_SCOPED(name, scope, polls, expression)                              \
+  template <typename T>                                                                        \
+  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> value,                    \
+                                   ATTENTION_EMULATOR_SITE) {                                  \
+    return attention::emulator::atomic_update(address, [&](T old) -> T { return expression; }, \
+                                              attention::emulator::Scope::scope,               \
+                                              {polls ? #name : nullptr, file, line});          \
   }
 #define ATTENTION_EMULATOR_ATOMIC(name, polls, expression)             \
   ATTENTION_EMULATOR_SCOPED(name, kDevice, polls, expression)          \
@@ -284,8 +286,8 @@ ATTENTION_EMULATOR_ATOMIC(atomicDec, true, old == 0 || old > value ? value : T(o
   ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> expected,             \
                                    std::common_type_t<T> value, ATTENTION_EMULATOR_SITE) { \
     return attention::emulator::atomic_update(                                             \
-        address, attention::emulator::Scope::scope, {#name, file, line},                   \
-        [&](T old) { return old == expected ? value : old; });                             \
+        address, [&](T old) { return old == expected ? value : old; },                     \
+        attention::emulator::Scope::scope, {#name, file, line});                           \
   }
 ATTENTION_EMULATOR_CAS(atomicCAS, kDevice)
 ATTENTION_EMULATOR_CAS(atomicCAS_system, kDevice)
