@@ -111,7 +111,7 @@ struct GlobalMemory {
   std::map<uint32_t, LaunchOrder*> launches;
   // By launch, block and thread, the time of the last proxy fence for global memory.
   std::map<std::array<uint32_t, 3>, uint32_t> proxy_fences;
-  uint32_t calls = 0, last = 0, first = 0;  // first: the number of launch 0 in cells
+  uint32_t calls = 0, last = 1, first = 1;  // first: the number of launch 0 in cells
   size_t used = 0;
   GlobalCell* cells = nullptr;
   Page pages[kSlots];
@@ -145,11 +145,11 @@ struct GlobalMemory {
   }
 
   void clear() {
-    for (Page& page : pages) page.number = 0;
-    if (cells != nullptr) madvise(cells, used * kCellsPerPage * sizeof(GlobalCell), MADV_DONTNEED);
-    used = 0;
-    flags.clear();
     first = last;
+    if (used == 0) return;
+    for (Page& page : pages) page.number = 0;
+    madvise(cells, used * kCellsPerPage * sizeof(GlobalCell), MADV_DONTNEED);
+    used = 0;
   }
 
   Flag& flag(uintptr_t word, uint32_t launch) {
@@ -186,8 +186,7 @@ void forget(const void* memory, size_t bytes) {
 uint32_t begin_call(uint32_t count) {
   GlobalMemory& memory = GlobalMemory::instance();
   const std::lock_guard<std::mutex> lock(memory.mutex);
-  const bool is_full = memory.used > kPages / 2 || memory.last - memory.first > kLaunches / 2;
-  if (memory.calls++ == 0 && is_full) memory.clear();
+  if (memory.calls++ == 0) memory.clear();
   const uint32_t before = ++memory.last;
   memory.last += count;
   return before;

@@ -178,14 +178,13 @@ bool Races::access(const void* memory, size_t bytes, AccessKind kind, const void
   const auto thread = static_cast<uint16_t>(this_fiber().thread);
   const auto from = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - library.code);
   const bool is_shared = first != ~uintptr_t{0};
-  const bool is_elsewhere = !is_shared && is_global(address);
-  const bool is_reached = is_shared && block.launch->cluster > 1 && kind != AccessKind::kCopy &&
-                          kind != AccessKind::kFetch;  // by other blocks
-  if (is_elsewhere || is_reached)
-    access_global(address, bytes, kind,
-                  is_strong(kind) ? std::exchange(next_scope, Scope::kDevice) : Scope::kDevice,
-                  from);
-  if (!is_shared) return is_elsewhere;
+  if (!is_shared) {
+    if (!is_global(address)) return false;
+    const Scope scope =
+        is_strong(kind) ? std::exchange(next_scope, Scope::kDevice) : Scope::kDevice;
+    access_global(address, bytes, kind, scope, from);
+    return true;
+  }
   Access next{now(thread), from, thread, 0, kind};
   for (uintptr_t at = first; at < first + bytes;) {
     uintptr_t end = at / kCellBytes * kCellBytes + kCellBytes;
@@ -207,6 +206,8 @@ bool Races::access(const void* memory, size_t bytes, AccessKind kind, const void
     }
     at = end;
   }
+  if (block.launch->cluster > 1 && kind != AccessKind::kCopy && kind != AccessKind::kFetch)
+    access_global(address, bytes, kind, Scope::kDevice, from);  // other blocks may access it
   return false;
 }
 
