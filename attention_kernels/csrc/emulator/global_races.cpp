@@ -313,6 +313,7 @@ Races::Atomic::Atomic(Races* of, const void* at, size_t bytes, AccessKind access
       scope(of == nullptr ? Scope::kDevice : of->next_scope) {
   if (races == nullptr) return;
   races->access(address, bytes, kind, code);
+  races->next_scope = Scope::kDevice;
   GlobalMemory::instance().mutex.lock();
 }
 

@@ -180,9 +180,7 @@ bool Races::access(const void* memory, size_t bytes, AccessKind kind, const void
   const bool is_shared = first != ~uintptr_t{0};
   if (!is_shared) {
     if (!is_global(address)) return false;
-    const Scope scope =
-        is_strong(kind) ? std::exchange(next_scope, Scope::kDevice) : Scope::kDevice;
-    access_global(address, bytes, kind, scope, from);
+    access_global(address, bytes, kind, is_strong(kind) ? next_scope : Scope::kDevice, from);
     return true;
   }
   Access next{now(thread), from, thread, 0, kind};
