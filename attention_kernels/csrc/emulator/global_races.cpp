@@ -416,7 +416,7 @@ void Races::access_global(uintptr_t address, size_t bytes, AccessKind kind, Scop
                     static_cast<unsigned>(kind),
                     static_cast<unsigned>(scope),
                     0};
-  if (order.deferred < order.before_call &&
+  if (order.deferred < order.before_call && !(is_read(kind) && has_constants) &&
       std::max(floor.complete, of_thread[self].news.complete) < order.before_call)
     report_global({}, next, address);
   const auto is_later = [&](const GlobalAccess& before) {

@@ -11,7 +11,8 @@
 // A launch is ordered after all before it, unless it is launched early. Then a thread that has called
 // wait_for_previous() is ordered after them; until then, it is ordered after those launches that had
 // ended for each block of the previous one when the block called allow_next() or ended. The first
-// launch of a call, if it is early, follows one of which only its number is known. What precedes
+// launch of a call, if it is early, follows one of which only its number is known: that may have written
+// all tensors of an attention kernel, but of a struct's it is not known which are weights. What precedes
 // wait_for_previous() is executed before the launches that it overlaps. So a race with the launch
 // before last shows when the previous one has run: it is deferred till then.
 
@@ -89,6 +90,8 @@ struct GlobalAccess {
   uint32_t launch : 15, thread : 10, kind : 3, scope : 2, bytes : 2;  // bytes: mask of the cell's
 };
 constexpr uint32_t kLaunches = 1 << 15;
+
+inline bool has_constants = false;  // whether kernels may read what no kernel writes
 
 // Forgets accesses to memory that another block gets.
 void forget(const void* memory, size_t bytes);

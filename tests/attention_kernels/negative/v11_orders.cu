@@ -588,7 +588,7 @@ cudaError_t launch(const StructParams& p, cudaStream_t stream) {
     add(p.is_racy ? allow<true> : allow<false>, true);
     add(read_early<true>, true);
   } else if (p.pattern == 42) {
-    add(p.is_racy ? read_early<true> : read_early<false>, true);
+    add(p.is_racy ? write_early<true> : write_early<false>, true);
   } else if (p.pattern == 43) {  // the end of a kernel orders all
     add(write, false);
     add(read, false);

@@ -140,7 +140,7 @@ def test_what_the_sanitizer_finds_comes_after_a_race_and_before_the_rest(capsys,
         return Report(ladder.resolve(what), "cpu", failures=failures, total=9, checks=2)
 
     monkeypatch.setattr("attention_kernels.judge.suite.verify", fails)
-    monkeypatch.setattr("attention_kernels.inspection.sanitize.sanitize", lambda *_: [fault])
+    monkeypatch.setattr("attention_kernels.inspection.sanitize.sanitize", lambda *_, **__: [fault])
     status, out, _ = verified(capsys, "CUSTOM_CUDA_VERSION_1", "--sanitize")
     assert status == 1
     assert re.findall("(?:FAILED: |          )(.*)", out) == [
