@@ -87,6 +87,9 @@ struct Flag {
   Knowledge unfenced;  // the same if every access to it were a fence
 };
 
+// Of so many flags it is known whether a fence is missing.
+constexpr size_t kExplained = 256;
+
 constexpr uintptr_t kPageBytes = 4096;
 constexpr size_t kPages = 8192, kSlots = 2 * kPages;  // 1 GB of cells at most, for 32 MB of memory
 constexpr size_t kCellsPerPage = kPageBytes / kCellBytes;
@@ -289,8 +292,11 @@ void Races::acquire_flag(uintptr_t word, Scope scope) {
 void Races::release_flag(uintptr_t word, Scope scope, bool is_release, bool replaces) {
   const unsigned self = this_fiber().thread;
   const OfThread& mine = of_thread[self];
-  const Knowledge all = knowledge();
-  Flag& flag = GlobalMemory::instance().flag(word, block.launch->in_stream->number);
+  GlobalMemory& memory = GlobalMemory::instance();
+  const bool is_rare = memory.flags.size() < kExplained;
+  if (!is_release && !mine.has_fenced[0] && !is_rare && memory.flags.count(word) == 0) return;
+  const Knowledge all = is_release || is_rare ? knowledge() : Knowledge{};
+  Flag& flag = memory.flag(word, block.launch->in_stream->number);
   for (unsigned i = 0; i < kScopes; ++i) {
     const uint32_t group = group_of(block, i);
     if (replaces || flag.group[i] != group) flag.by_scope[i] = {};
