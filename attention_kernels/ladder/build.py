@@ -43,7 +43,13 @@ EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-rec
 # where the compiler sees the array.
 EMULATOR_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions")
 # For a build that looks for races; the other build has all checks.
-RACES_OPTIMIZATION = ("-Og", "-fsanitize=bounds", "-fno-sanitize-recover=all")
+VOLATILES = "--param=tsan-distinguish-volatile=1"
+RACES_OPTIMIZATION = (
+    *("-Og", "-fsanitize=bounds", "-fno-sanitize-recover=all"),
+    *("-DATTENTION_EMULATOR_RACES", VOLATILES),
+)
+# A kernel that may poll a volatile: only so does the emulator know that others must run.
+VOLATILE = re.compile(r"(?<!asm )(?<!asm__ )\bvolatile\b")
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
 # For inline PTX, which a file may have for some architectures only.
 PTX_FLAGS = ("-include", "emulator/inline_ptx.h", "-D__CUDA_ARCH__=900")
@@ -138,7 +144,9 @@ def _optimization(version: VersionHeader) -> Sequence[str]:
         return ["-O3"]
     if RACES in version.flags:
         return RACES_OPTIMIZATION
-    return [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS]
+    polls = VOLATILE.search(version.source) and "address" not in " ".join(compilers.extra_flags())
+    more = ["-fsanitize=thread", VOLATILES] if polls else []
+    return [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS, *more]
 
 
 def object_file(csrc: Path, source: str, *flags: str) -> Path:

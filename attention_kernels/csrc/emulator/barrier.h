@@ -39,7 +39,7 @@ void check_use(const Barrier* barrier, const emulator::Site& site);
 // Reads what other blocks of the cluster have sent. Defined in cluster.cpp.
 void receive_messages();
 // Counts an arrival from another block, or checks the barrier of its copy.
-void take_message(const emulator::Message& message, unsigned rank);
+void take_message(const emulator::Message& message);
 
 // Checks that nothing in flight uses the copy's destination, and begins it; or copies a box. Defined
 // in tma.cpp.

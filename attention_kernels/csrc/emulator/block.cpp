@@ -63,6 +63,11 @@ std::string waiting_threads(const Block& block) {
   return all;
 }
 
+constexpr unsigned kPolls = 4;
+
+// Something has happened that blocks of a launch may wait for. Defined in grid.cpp.
+void note_event(const Launch& launch);
+
 // ---- Scheduling -------------------------------------------------------------------------------
 
 void Block::begin_interval() {
@@ -123,12 +128,47 @@ Fiber* Block::next_or_abandon() {
   return to;
 }
 
+void note_poll(const void* word, uint64_t value, const Site& site, const void* code) {
+  Fiber& self = this_fiber();
+  Block& block = *self.block;
+  Block::Poll* const mine = &block.polls[self.thread * kPolls];
+  Block::Poll* const found =
+      std::find_if(mine, mine + kPolls, [&](const auto& poll) { return poll.word == word; });
+  if (found == mine + kPolls || (found->value != value && word != nullptr)) {
+    if (found != mine + kPolls) note_event(*block.launch);
+    std::copy_backward(mine, std::min(found, mine + kPolls - 1),
+                       std::min(found, mine + kPolls - 1) + 1);
+    *mine = {word, value};
+    return;
+  }
+  end_if_hopeless(site, code);
+  Fiber* const to = block.yield();
+  if (to != &self) switch_context(self, *to);
+}
+
+void fence(Scope scope) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (Races* const races = this_fiber().block->races) races->fence(scope);
+}
+
+void set_scope(Scope scope) {
+  if (Races* const races = this_fiber().block->races) races->set_scope(scope);
+}
+
+void allow_next() {
+  if (Races* const races = this_fiber().block->races) races->allow_next();
+}
+
 Fiber* Block::yield() {
   const unsigned self = this_fiber().thread;
   for (unsigned i = 1; i <= threads; ++i) {
     const unsigned thread = (self + i) % threads;
     if ((warps[thread / kWarpSize].ready >> thread % kWarpSize & 1) == 0) continue;
-    if (i == threads) std::this_thread::yield();  // let other blocks run
+    if (thread <= self) {  // all have had their turn
+      ++in_flight.rotations;
+      let_other_blocks_run(*this, /*waits=*/true);
+    }
+    if (i == threads) std::this_thread::yield();
     return turn_to(thread);
   }
   __builtin_unreachable();
@@ -164,7 +204,7 @@ void Block::pass_barrier() {
   arrived = 0;
   barrier_votes = votes;
   ++interval;
-  in_flight.idle = 0;
+  in_flight.progress();
   begin_interval();
 }
 
@@ -206,7 +246,7 @@ Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, c
   if (++named.arrived == named.threads) {
     for (unsigned i = 0; i < warp_count; ++i) warps[i].ready |= named.waiting[i];
     named = {};
-    in_flight.idle = 0;
+    in_flight.progress();
   }
   return waits ? next_or_abandon() : &this_fiber();
 }
@@ -401,9 +441,13 @@ bool Block::run(uint64_t number_in_grid) {
   in_flight.clear();
   cluster = launch->cluster > 0 ? &launch->clusters[number / launch->cluster] : nullptr;
   if (cluster != nullptr) cluster->begin(*this);
+  if (checks_races && races == nullptr) races = new Races(*this);
   if (races != nullptr) races->begin_block();
+  polls.assign(threads * kPolls, {});
+  stuck_round = access = 0;
   begin_interval();
   switch_context(main, *next_ready());
+  if (races != nullptr) races->end_block();
   const Site* const left = cluster == nullptr ? nullptr : cluster->end(*this);
   if (error == cudaSuccess && left != nullptr) {
     error = cudaErrorLaunchFailure;

@@ -114,9 +114,11 @@ class grid_group {
       __threadfence();
       const unsigned blocks = static_cast<unsigned>(num_blocks());
       const unsigned due = (atomicAdd(&launch.grid_arrivals, 1u) / blocks + 1) * blocks;
-      while (static_cast<int>(__atomic_load_n(&launch.grid_arrivals, __ATOMIC_ACQUIRE) - due) < 0)
-        attention::ptx::poll_again();
-      __threadfence();
+      const emulator::Site site{"grid_group::sync", file, line};
+      while (static_cast<int>(emulator::load_atomic<__ATOMIC_ACQUIRE>(
+                                  &launch.grid_arrivals, emulator::Scope::kDevice, site) -
+                              due) < 0) {
+      }
     }
     thread_block::sync(file, line);
   }

@@ -53,6 +53,7 @@ struct TileStore {
   CUtensorMap_st map;
   int at[4];
   Site site;
+  const void* code;
 };
 
 // One of the barriers with a number.
@@ -170,6 +171,7 @@ struct InFlight {
   std::vector<unsigned> registers;  // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;               // failed waits since anything has happened
+  unsigned rotations = 0;          // the same: how often all threads that can run have had a turn
   bool waits_for_barrier = false;  // whether one of them was for a barrier in shared memory
   uint64_t events = 0;             // of the cluster, at the last of them
 
@@ -186,9 +188,12 @@ struct InFlight {
     fenced.clear();
     lacks_fence.clear();
     registers.clear();
-    idle = 0;
+    idle = rotations = 0;
     events = 0;
   }
+
+  // Something has happened for which a thread may wait.
+  void progress() { idle = rotations = 0; }
 };
 
 }  // namespace attention::emulator

@@ -390,46 +390,51 @@ To convert(const char* how, bool relu, const char* saturates, From from) {
 
 // ---- Memory that other threads use at the same time ---------------------------------------------
 
-// Others run first, because a thread may do this until one of them has stored something.
+constexpr emulator::Scope scope_of(const char* name) {
+  return same(name, ".cta")       ? emulator::Scope::kBlock
+         : same(name, ".cluster") ? emulator::Scope::kCluster
+                                  : emulator::Scope::kDevice;
+}
+inline void fence(const char* scope) { emulator::fence(scope_of(scope)); }
+
+// Each element of a vector is accessed on its own, as in PTX's memory model.
 template <typename T, int kCount>
-ATTENTION_EMULATOR_INLINE Pack<T, kCount> load_ordered(const char* order, const char* space,
-                                                       uint64_t address, ATTENTION_EMULATOR_SITE) {
-  poll_again();
-  auto* const from = at<T, kCount>(space, address, file, line);
-  if constexpr (kCount == 1) {
-    auto* const word = reinterpret_cast<Word<sizeof(T)>*>(from);
-    return {{bits<T>(*order == 'a' ? __atomic_load_n(word, __ATOMIC_ACQUIRE)
-                                   : __atomic_load_n(word, __ATOMIC_RELAXED))}};
-  } else {
-    return *from;
-  }
+ATTENTION_EMULATOR_INLINE Pack<T, kCount> load_ordered(const char* order, const char* scope,
+                                                       const char* space, uint64_t address,
+                                                       ATTENTION_EMULATOR_SITE) {
+  const auto* const from = at<Word<sizeof(T)>>(space, address, file, line);
+  const emulator::Site site{"ld", file, line};
+  Pack<T, kCount> result;
+  for (int i = 0; i < kCount; ++i)
+    result.x[i] = bits<T>(
+        *order == 'a' ? emulator::load_atomic<__ATOMIC_ACQUIRE>(from + i, scope_of(scope), site)
+                      : emulator::load_atomic<__ATOMIC_RELAXED>(from + i, scope_of(scope), site));
+  return result;
 }
 template <typename T, int kCount>
-ATTENTION_EMULATOR_INLINE void store_ordered(const char* order, const char* space, uint64_t address,
+ATTENTION_EMULATOR_INLINE void store_ordered(const char* order, const char* scope,
+                                             const char* space, uint64_t address,
                                              const Pack<T, kCount>& value,
                                              ATTENTION_EMULATOR_SITE) {
-  auto* const to = at<T, kCount>(space, address, file, line);
-  if constexpr (kCount == 1) {
-    auto* const word = reinterpret_cast<Word<sizeof(T)>*>(to);
-    const auto stored = bits<Word<sizeof(T)>>(value.x[0]);
+  auto* const to = at<Word<sizeof(T)>>(space, address, file, line);
+  for (int i = 0; i < kCount; ++i) {
+    const auto word = bits<Word<sizeof(T)>>(value.x[i]);
+    emulator::set_scope(scope_of(scope));
     if (same(order, "release")) {
-      __atomic_store_n(word, stored, __ATOMIC_RELEASE);
+      __atomic_store_n(to + i, word, __ATOMIC_RELEASE);
     } else {
-      __atomic_store_n(word, stored, __ATOMIC_RELAXED);
+      __atomic_store_n(to + i, word, __ATOMIC_RELAXED);
     }
-  } else {
-    *to = value;
   }
 }
 
-// An atomic function that also orders other accesses, for ".acquire", ".release" and ".acq_rel".
+// Calls an atomic function that also orders other accesses, for ".acquire", ".release" and
+// ".acq_rel".
 template <typename Function>
 ATTENTION_EMULATOR_INLINE auto ordered(const char* order, const char* scope, Function function) {
-  const auto fence = [&] { same(scope, ".cta") ? __threadfence_block() : __threadfence(); };
-  const bool acquires = order[0] != 0 && order[1] == 'a';
-  if (same(order, ".release") || same(order, ".acq_rel")) fence();
-  const auto result = function();
-  if (acquires) fence();
+  if (same(order, ".release") || same(order, ".acq_rel")) fence(scope);
+  const auto result = function(scope_of(scope));
+  if (order[0] != 0 && order[1] == 'a') fence(scope);
   return result;
 }
 
@@ -447,13 +452,20 @@ T updated(const char* how, T old, T value) {
   }
   return value;
 }
+using emulator::atomic_update;
+// With a name in the site, a thread that repeats it in vain waits. A maximum that changes nothing is no
+// reason to.
 template <typename T>
-ATTENTION_EMULATOR_INLINE T atomic(const char* how, T* address, T value) {
-  return emulator::atomic_update(address, [&](T old) -> T { return updated(how, old, value); });
+ATTENTION_EMULATOR_INLINE T atomic(const char* how, T* address, T value, emulator::Scope scope,
+                                   emulator::Site site = {nullptr, nullptr, 0}) {
+  if (*how == 'm') site.name = nullptr;
+  return atomic_update(address, [&](T old) -> T { return updated(how, old, value); }, scope, site);
 }
 template <typename T, int kCount>
-ATTENTION_EMULATOR_INLINE void reduce(const char* how, T* address, const Pack<T, kCount>& values) {
-  for (int i = 0; i < kCount; ++i) atomic(how, address + i, values.x[i]);
+ATTENTION_EMULATOR_INLINE int reduce(const char* how, T* address, const Pack<T, kCount>& values,
+                                     emulator::Scope scope) {
+  for (int i = 0; i < kCount; ++i) atomic(how, address + i, values.x[i], scope);
+  return 0;
 }
 
 // ---- Warps --------------------------------------------------------------------------------------
@@ -609,7 +621,6 @@ inline void* __cvta_shared_to_generic(size_t address) {
 inline size_t __cvta_generic_to_global(const void* pointer) {
   return reinterpret_cast<size_t>(pointer);
 }
-inline void __nanosleep(unsigned) { attention::ptx::poll_again(); }
 
 #define ATTENTION_EMULATOR_REDUCTION(name)                                    \
   template <typename T>                                                       \

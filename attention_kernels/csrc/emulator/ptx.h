@@ -31,6 +31,7 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
   }
   check_use(barrier, site);
   if (block.races != nullptr) {
+    block.races->access(from, bytes, emulator::AccessKind::kFetch, __builtin_return_address(0));
     block.races->access(to, bytes, emulator::AccessKind::kCopy, __builtin_return_address(0));
     block.races->release(barrier);  // the copy's last action
   }
@@ -44,12 +45,9 @@ ATTENTION_EMULATOR_INLINE void copy_async(void* to, const void* from, CachePolic
 
 inline void prefetch(const void*) {}
 
-inline void proxy_fence() {
-  emulator::Block& block = *emulator::this_fiber().block;
-  block.in_flight.view.update(block.shared, block.launch->poison);
-  if (block.races != nullptr) block.races->fence();
-  show_barriers();
-}
+// Defined in tma.cpp. The second is for what later bulk copies read of global memory.
+void proxy_fence();
+void global_proxy_fence();
 
 // Defined in registers.cpp.
 bool has_registers(unsigned registers, bool raises, const emulator::Site& site);
@@ -171,7 +169,7 @@ ATTENTION_EMULATOR_INLINE void load_matrices_transposed(unsigned (&x)[4], const 
   load(x, row, true, {"load_matrices_transposed", file, line});
 }
 
-inline void allow_next() {}
+inline void allow_next() { emulator::allow_next(); }
 ATTENTION_EMULATOR_INLINE void wait_for_previous() { emulator::wait_for_previous(); }
 
 }  // namespace attention::ptx

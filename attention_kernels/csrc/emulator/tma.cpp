@@ -23,6 +23,18 @@ inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes
   return first < second + b_bytes && second < first + a_bytes;
 }
 
+void proxy_fence() {
+  emulator::Block& block = *emulator::this_fiber().block;
+  block.in_flight.view.update(block.shared, block.launch->poison);
+  if (block.races != nullptr) block.races->proxy_fence();
+  show_barriers();
+}
+
+void global_proxy_fence() {
+  if (emulator::Races* const races = emulator::this_fiber().block->races)
+    races->global_proxy_fence();
+}
+
 void begin_copy(const emulator::BulkCopy& copy, const void* code) {
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::InFlight& in_flight = block.in_flight;
@@ -113,6 +125,9 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
   check_use(barrier, site);
   receive_messages();
   if (block.races != nullptr) {
+    for_each_row(map, at, [&](size_t, const unsigned char* row, size_t, size_t bytes) {
+      if (bytes > 0) block.races->access(row, bytes, emulator::AccessKind::kFetch, code);
+    });
     block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
     block.races->release(barrier);  // the copy's last action
   }
@@ -205,7 +220,8 @@ inline void begin_store(const TensorMap& map, const int (&at)[4], const void* fr
                               {tile, tile + bytes},
                               map,
                               {at[0], at[1], at[2], at[3]},
-                              site});
+                              site,
+                              code});
 }
 
 void end_store_group() {
@@ -219,9 +235,12 @@ inline void finish(const emulator::TileStore& store) {
     copy_failure(cudaErrorLaunchFailure, store.site,
                  "the tile was changed before it had been read");
   const auto& map = store.map;
+  emulator::Races* const races = emulator::this_fiber().block->races;
   for_each_row(map, store.at,
                [&](size_t offset, const unsigned char* to, size_t skipped, size_t bytes) {
                  auto* const row = const_cast<unsigned char*>(to);
+                 if (races != nullptr && bytes > 0)
+                   races->access(row, bytes, emulator::AccessKind::kCopy, store.code);
                  for (size_t i = 0; i < bytes; ++i)
                    row[i] = store.bytes[swizzled(offset + skipped + i, map.swizzle)];
                });

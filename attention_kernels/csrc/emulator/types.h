@@ -34,6 +34,7 @@ struct dim3 {
   X(cudaErrorIllegalInstruction, 715, "an illegal instruction was encountered")         \
   X(cudaErrorMisalignedAddress, 716, "misaligned address")                              \
   X(cudaErrorLaunchFailure, 719, "unspecified launch failure")                          \
+  X(cudaErrorCooperativeLaunchTooLarge, 720, "too many blocks in cooperative launch")   \
   X(cudaErrorNotSupported, 801, "operation not supported")                              \
   X(cudaErrorUnknown, 999, "unknown error")                                             \
   X(emulatorErrorSetting, 10000, "a setting of the emulator is wrong")                  \

@@ -385,7 +385,7 @@ inline void finish(const emulator::Product& product, unsigned warp) {
   }
   --sums.products;
   --block.in_flight.products_left;
-  block.in_flight.idle = 0;
+  block.in_flight.progress();
 }
 
 inline bool has(const WaitCall& call, const float* variable) {

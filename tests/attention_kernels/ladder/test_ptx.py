@@ -207,7 +207,7 @@ CASES = [
      "5 + 16 * (lane / 4 - 1) * (lane % 4 * 2)"),
     ("max.NaN.f32 %0, %1, %2; min.NaN.f32 %0, %0, %2; copysign.f32 %0, %1, %2;", "f",
      f"{G}, {F}", "-1.5f - lane"),
-    ("bar.warp.sync -1; fence.acq_rel.gpu; membar.cta; nanosleep.u32 20; prefetch.global.L2 [%1];"
+    ("bar.warp.sync -1; fence.acq_rel.gpu; membar.cta; fence.proxy.async; nanosleep.u32 20; prefetch.global.L2 [%1];"
      " mov.u32 %0, 1;", "r", '"l"(memory)', "1"),
     ("{.reg .pred p; .reg .b64 s; setp.ne.u32 p, %2, 0; @!p mbarrier.init.shared.b64 [%1], 32;"
      " bar.warp.sync -1; mbarrier.arrive.shared.b64 s, [%1];"
