@@ -43,12 +43,25 @@ ORDERED_BY = {
     39: r"a wait_for_previous\(\) there would order them",
     42: r"the kernel before may still write; a wait_for_previous\(\) before it would",
     44: "a proxy fence for global memory",
+    54: r"a __threadfence\(\) after the first of them, before the atomic",
+    56: "atomic operations of the device's scope, not the block's, would",
+    57: r"a __threadfence\(\) after the load of the flag would",
+    59: r"a __threadfence\(\) after the first of them, before the atomic",
+    60: r"a __threadfence\(\) after the load of the flag would",
+    61: r"a __threadfence\(\) after the first of them, before the atomic",
+    62: r"a __threadfence\(\) after the first of them, before the atomic",
+    64: "atomic operations of the device's scope, not the block's, would",
+    65: "a proxy fence for global memory",
+    66: "a proxy fence for global memory",
+    68: "a barrier of the cluster between them would",
+    69: r"a wait_for_previous\(\) there would order them",
 }
 ONLY_RIGHT = {43}
-RACES = {*range(1, 47)} - ONLY_RIGHT
+RACES = {*range(1, 47), *range(54, 70)} - ONLY_RIGHT
 # Whether these show depends on which block is ahead, which the order decides.
 SCHEDULED = {28, 32}
 ENDLESS = {
+    49: r"a load, at v11_orders\.cu:\d+ .*is repeated for ever: .* none of the 4 running blocks",
     50: r"a load, at v11_orders\.cu:\d+ .*is repeated for ever: .* none of the 4 running blocks",
     51: r"atomicCAS\(\) at v11_orders\.cu:\d+ is repeated for ever: .* none of the 3 running",
     52: "for ever: all 128 running blocks wait, and the other 72 of the grid cannot start",

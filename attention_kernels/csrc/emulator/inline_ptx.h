@@ -32,7 +32,7 @@ using Pair = decltype(pair_of(T{}));
 struct Tf32 {
   uint32_t bits;
 };
-inline struct Sink {
+inline constexpr struct Sink {
 } sink;  // the operand _
 
 // The unsigned type of a size, and the type of twice the size.

@@ -484,7 +484,189 @@ __global__ void copy_of_what_is_stored(Params p) {
   p.y[512 + threadIdx.x] = y;
 }
 
+// ---- Inline PTX ---------------------------------------------------------------------------------
+
+// 0: right. 1: no release. 2: a plain store of the flag. 3: a release to its own block. 4: no acquire.
+// 5: a fence for its own block.
+template <int kFault>
+__global__ void asm_flag(Params p) {
+  if (threadIdx.x != 0) return;
+  if (blockIdx.x == 0) {
+    asm volatile("st.global.f32 [%0], 0f3F800000;" ::"l"(p.y) : "memory");
+    if (kFault == 5) asm volatile("fence.acq_rel.cta;" ::: "memory");
+    if (kFault == 1 || kFault == 5)
+      asm volatile("st.relaxed.gpu.global.u32 [%0], 1;" ::"l"(p.words) : "memory");
+    else if (kFault == 2)
+      asm volatile("st.global.u32 [%0], 1;" ::"l"(p.words) : "memory");
+    else if (kFault == 3)
+      asm volatile("st.release.cta.global.u32 [%0], 1;" ::"l"(p.words) : "memory");
+    else
+      asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.words) : "memory");
+  } else {
+    unsigned flag = 0;
+    float y;
+    while (flag == 0) {
+      if (kFault == 4)
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(flag) : "l"(p.words) : "memory");
+      else
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(flag) : "l"(p.words) : "memory");
+    }
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(p.y) : "memory");
+    p.y[1] = y;
+  }
+}
+
+// A label and a predicate instead of a loop; fences around a volatile. 1: no fence before. 2: none after.
+template <int kFault>
+__global__ void asm_volatile_flag(Params p) {
+  if (threadIdx.x != 0) return;
+  if (blockIdx.x == 0) {
+    p.y[0] = 1.0f;
+    if (kFault != 1) asm volatile("fence.sc.gpu;" ::: "memory");
+    asm volatile("st.volatile.global.u32 [%0], 1;" ::"l"(p.words) : "memory");
+  } else {
+    asm volatile(
+        "{ .reg .pred p; .reg .u32 f;\n"
+        "WAIT: ld.volatile.global.u32 f, [%0]; setp.eq.u32 p, f, 0; @p bra WAIT; }" ::"l"(p.words)
+        : "memory");
+    if (kFault != 2) asm volatile("membar.gl;" ::: "memory");
+    p.y[1] = p.y[0];
+  }
+}
+
+// Split keys with a last block that joins them, or a block that waits for all. 1: no release.
+template <int kFault>
+__global__ void asm_last_block(Params p) {
+  __shared__ bool is_last;
+  p.y[blockIdx.x * kThreads + threadIdx.x] = 1.0f;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned count;
+    if (kFault == 1)
+      asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
+                   : "=r"(count) : "l"(p.words) : "memory");
+    else
+      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                   : "=r"(count) : "l"(p.words) : "memory");
+    is_last = count == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (is_last) p.y[512 + threadIdx.x] = p.y[threadIdx.x] + p.y[kThreads + threadIdx.x];
+}
+
+template <int kFault>
+__global__ void asm_reduction(Params p) {
+  p.y[blockIdx.x * kThreads + threadIdx.x] = 1.0f;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (kFault == 1)
+      asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(p.words) : "memory");
+    else
+      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.words) : "memory");
+  }
+  if (blockIdx.x != 0) return;
+  if (threadIdx.x == 0) {
+    unsigned count = 0;
+    while (count < gridDim.x)
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(p.words) : "memory");
+  }
+  __syncthreads();
+  p.y[512 + threadIdx.x] = p.y[threadIdx.x] + p.y[kThreads + threadIdx.x];
+}
+
+// 1: no release. 2: taken with the scope of the block.
+template <int kFault>
+__global__ void asm_lock(Params p) {
+  if (threadIdx.x != 0) return;
+  unsigned was = 1;
+  while (was != 0) {
+    if (kFault == 2)
+      asm volatile("atom.acquire.cta.global.cas.b32 %0, [%1], 0, 1;"
+                   : "=r"(was) : "l"(p.words) : "memory");
+    else
+      asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, 1;"
+                   : "=r"(was) : "l"(p.words) : "memory");
+  }
+  p.y[0] += 1.0f;
+  if (kFault == 1)
+    asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(p.words) : "memory");
+  else
+    asm volatile("st.release.gpu.global.u32 [%0], 0;" ::"l"(p.words) : "memory");
+}
+
+// 1: no proxy fence. 2: the one for shared memory. 3: the bytes are read before they have arrived.
+template <int kFault>
+__global__ void asm_bulk_copy(Params p) {
+  __shared__ __align__(16) float s[kThreads];
+  __shared__ uint64_t arrived;
+  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(s));
+  const auto barrier = static_cast<unsigned>(__cvta_generic_to_shared(&arrived));
+  p.y[threadIdx.x] = 1.0f;
+  if (kFault == 2) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  if (kFault == 0 || kFault == 3) asm volatile("fence.proxy.async;" ::: "memory");
+  if (threadIdx.x == 0)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(
+                     barrier)
+                 : "memory");
+  __syncthreads();
+  if (threadIdx.x == 0)
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 256;"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%1], [%2], 256, [%0];" ::
+            "r"(barrier),
+        "r"(to), "l"(p.y)
+        : "memory");
+  float y = 0.0f;
+  if (kFault == 3) y = s[threadIdx.x];
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra WAIT; }" ::"r"(barrier)
+      : "memory");
+  p.y[512 + threadIdx.x] = y + s[threadIdx.x];
+}
+
+// Through the shared memory of the other block. 1: no barrier before it is read.
+template <int kFault>
+__global__ void asm_cluster(Params p) {
+  __shared__ float s[kThreads];
+  const auto mine = static_cast<unsigned>(__cvta_generic_to_shared(&s[threadIdx.x]));
+  s[threadIdx.x] = 0.0f;
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+  asm volatile(
+      "{ .reg .b32 a; mapa.shared::cluster.u32 a, %0, %1; st.shared::cluster.f32 [a], 0f3F800000; "
+      "}" ::"r"(mine),
+      "r"(blockIdx.x ^ 1)
+      : "memory");
+  if (kFault != 1)
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+  const float y = s[threadIdx.x ^ 32];
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+  p.y[blockIdx.x * kThreads + threadIdx.x] = y;
+}
+
+template <bool kRacy>
+__global__ void asm_read_early(Params p) {
+  if (!kRacy) asm volatile("griddepcontrol.wait;" ::: "memory");
+  float y;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(p.y + threadIdx.x) : "memory");
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+  p.y[512 + blockIdx.x * kThreads + threadIdx.x] = y;
+}
+
 // ---- Waiting for ever ---------------------------------------------------------------------------
+
+template <int kFault>
+__global__ void asm_flag_of_nobody(Params p) {
+  if (threadIdx.x != 0) return;
+  if (blockIdx.x == 0 && kFault == 0)
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.words) : "memory");
+  unsigned flag = 0;
+  while (flag == 0)
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(flag) : "l"(p.words) : "memory");
+}
 
 // 0: right. 1: nobody sets the flag.
 template <int kFault>
@@ -564,7 +746,23 @@ cudaError_t launch(const StructParams& p, cudaStream_t stream) {
   FAULT(44, copy_of_what_is_stored, 1, 1, 1)
   FAULT(45, copy_of_what_is_stored, 2, 1, 1)
   FAULT(46, copy_of_what_is_stored, 3, 1, 1)
+  FAULT(54, asm_flag, 1, 2, 1)
+  FAULT(55, asm_flag, 2, 2, 1)
+  FAULT(56, asm_flag, 3, 2, 1)
+  FAULT(57, asm_flag, 4, 2, 1)
+  FAULT(58, asm_flag, 5, 2, 1)
+  FAULT(59, asm_volatile_flag, 1, 2, 1)
+  FAULT(60, asm_volatile_flag, 2, 2, 1)
+  FAULT(61, asm_last_block, 1, kBlocks, 1)
+  FAULT(62, asm_reduction, 1, kBlocks, 1)
+  FAULT(63, asm_lock, 1, kBlocks, 1)
+  FAULT(64, asm_lock, 2, kBlocks, 1)
+  FAULT(65, asm_bulk_copy, 1, 1, 1)
+  FAULT(66, asm_bulk_copy, 2, 1, 1)
+  FAULT(67, asm_bulk_copy, 3, 1, 1)
+  FAULT(68, asm_cluster, 1, 2, 2)
   FAULT(50, flag_of_nobody, 1, kBlocks, 1)
+  FAULT(49, asm_flag_of_nobody, 1, kBlocks, 1)
   FAULT(51, lock_that_is_kept, 1, kBlocks, 1)
   // Right on a device with room for 8 blocks, but not for 200
   if (p.pattern == 52)
@@ -580,6 +778,9 @@ cudaError_t launch(const StructParams& p, cudaStream_t stream) {
   if (p.pattern == 39) {
     add(write, false);
     add(p.is_racy ? read_early<true> : read_early<false>, true);
+  } else if (p.pattern == 69) {
+    add(write, false);
+    add(p.is_racy ? asm_read_early<true> : asm_read_early<false>, true);
   } else if (p.pattern == 40) {
     add(read_x_late, false);
     add(p.is_racy ? write_early<true> : write_early<false>, true);
