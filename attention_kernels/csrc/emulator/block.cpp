@@ -24,6 +24,37 @@
 
 namespace attention::emulator {
 
+// ---- Shared memory ------------------------------------------------------------------------------
+
+bool SharedMemory::has(const void* address) const {
+  const auto within = [&](const unsigned char* start, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(start) < bytes;
+  };
+  return within(dynamic, dynamic_bytes) || within(statics, Library::instance().storage_bytes);
+}
+
+unsigned SharedMemory::first_address(bool is_fixed) const {
+  const auto within = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 1024; };
+  if (is_fixed) return 1024 + within(statics);
+  const size_t before =
+      statics == nullptr ? 0 : within(statics) + Library::instance().storage_bytes;
+  return 1024 + (before + 1023) / 1024 * 1024 + within(dynamic);
+}
+
+unsigned SharedMemory::address_of(const void* memory_of_block) const {
+  const auto* const byte = static_cast<const unsigned char*>(memory_of_block);
+  const bool is_fixed = static_cast<size_t>(byte - statics) < Library::instance().storage_bytes;
+  return first_address(is_fixed) + static_cast<unsigned>(byte - (is_fixed ? statics : dynamic));
+}
+
+unsigned char* SharedMemory::at_address(unsigned address) const {
+  const size_t in_dynamic = size_t{address} - first_address(false);
+  if (in_dynamic < kSharedBytes) return dynamic + in_dynamic;
+  const size_t offset = size_t{address} - first_address(true);
+  return statics != nullptr && offset < Library::instance().storage_bytes ? statics + offset
+                                                                          : nullptr;
+}
+
 // ---- Words --------------------------------------------------------------------------------------
 
 inline std::string text(uint3 v) {

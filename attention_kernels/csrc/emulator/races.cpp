@@ -151,14 +151,15 @@ uintptr_t Races::place_of(uintptr_t address) const {
   return first < Library::instance().tls_bytes ? first + kSharedBytes : ~uintptr_t{0};
 }
 
-// Whether an address is of memory that other blocks may access: not of a thread's stack, nor what
-// describes the launch.
+// Whether an address is of memory that other blocks may access and change: not of a thread's stack, of
+// a constant, nor what describes the launch.
 bool Races::is_global(uintptr_t address) const {
   const auto is_of = [&](const void* object, size_t bytes) {
     return address - reinterpret_cast<uintptr_t>(object) < bytes;
   };
-  return !block.owns(address) && !is_of(&block, sizeof block) &&
-         !is_of(block.launch, sizeof *block.launch) &&
+  const Library& library = Library::instance();
+  return !block.owns(address) && address - library.begin >= library.constant_bytes &&
+         !is_of(&block, sizeof block) && !is_of(block.launch, sizeof *block.launch) &&
          !is_of(block.launch->arguments, block.launch->argument_bytes);
 }
 

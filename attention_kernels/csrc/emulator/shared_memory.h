@@ -48,6 +48,8 @@ struct Library {
   size_t storage_bytes = 0;  // the same, with the other variables of a program
   uintptr_t code = 0;
   size_t code_bytes = 0;
+  uintptr_t begin = 0;        // of what is loaded
+  size_t constant_bytes = 0;  // from there on that no one writes
 
   static const Library& instance() {
     static const Library found = [] {
@@ -66,6 +68,10 @@ struct Library {
                 library.code = address;
                 library.code_bytes = part.p_memsz;
               }
+              if (part.p_type == PT_LOAD && library.begin == 0) library.begin = address;
+              if ((part.p_type == PT_LOAD && (part.p_flags & PF_W) == 0) ||
+                  part.p_type == PT_GNU_RELRO)
+                library.constant_bytes = address + part.p_memsz - library.begin;
               if (part.p_type == PT_TLS) library.tls_bytes = library.storage_bytes = part.p_memsz;
             }
             if (!ours) return 0;
@@ -158,12 +164,14 @@ struct SharedMemory {
     if (whole < bytes) std::memcpy(memory + whole, &word, bytes - whole);
   }
 
-  bool has(const void* address) const {
-    const auto within = [&](const unsigned char* start, size_t bytes) {
-      return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(start) < bytes;
-    };
-    return within(dynamic, dynamic_bytes) || within(statics, Library::instance().storage_bytes);
-  }
+  // Defined in block.cpp, so that a check for races does not see what they read.
+  bool has(const void* address) const;
+  // Where PTX's addresses of static arrays or of the dynamic part begin. Modulo 1024, which is what
+  // swizzles depend on, they equal the memory's own addresses.
+  unsigned first_address(bool is_fixed) const;
+  unsigned address_of(const void* memory_of_block) const;
+  // Returns the byte at such an address, or past the end of dynamic shared memory, or null.
+  unsigned char* at_address(unsigned address) const;
 
   // Returns the address in another block's shared memory that corresponds to `here`.
   template <typename T>
@@ -172,29 +180,6 @@ struct SharedMemory {
     const bool is_dynamic = static_cast<size_t>(byte - dynamic) < dynamic_bytes;
     return reinterpret_cast<T*>(is_dynamic ? other.dynamic + (byte - dynamic)
                                            : other.statics + (byte - statics));
-  }
-
-  // Where PTX's addresses of static arrays or of the dynamic part begin. Modulo 1024, which is what
-  // swizzles depend on, they equal the memory's own addresses.
-  unsigned first_address(bool is_fixed) const {
-    const auto within = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 1024; };
-    if (is_fixed) return 1024 + within(statics);
-    const size_t before =
-        statics == nullptr ? 0 : within(statics) + Library::instance().storage_bytes;
-    return 1024 + (before + 1023) / 1024 * 1024 + within(dynamic);
-  }
-  unsigned address_of(const void* memory_of_block) const {
-    const auto* const byte = static_cast<const unsigned char*>(memory_of_block);
-    const bool is_fixed = static_cast<size_t>(byte - statics) < Library::instance().storage_bytes;
-    return first_address(is_fixed) + static_cast<unsigned>(byte - (is_fixed ? statics : dynamic));
-  }
-  // Returns the byte at such an address, or past the end of dynamic shared memory, or null.
-  unsigned char* at_address(unsigned address) const {
-    const size_t in_dynamic = size_t{address} - first_address(false);
-    if (in_dynamic < kSharedBytes) return dynamic + in_dynamic;
-    const size_t offset = size_t{address} - first_address(true);
-    return statics != nullptr && offset < Library::instance().storage_bytes ? statics + offset
-                                                                            : nullptr;
   }
 
   // Returns whether an address is in or near dynamic shared memory.

@@ -248,6 +248,12 @@ def statement(text, constraint, inputs, expected, row):
     )
 
 
+def both_builds(file):
+    """Return a file as it is, and with the check for races."""
+    version = header.race_checked(header.of_file(file))
+    return ladder.resolve(str(file)), ladder.backend("RACES", "test", version)
+
+
 def kernel_of(tmp_path, body, name="asm.cu"):
     file = tmp_path / name
     file.write_text(KERNEL % body)
@@ -440,8 +446,9 @@ def test_barriers_pipelines_and_groups_of_the_headers(tmp_path):
     file = tmp_path / "asm.cu"
     file.write_text("".join(f"#include <{name}>\n" for name in includes) + KERNEL % PIPELINED)
     q = torch.arange(64.0).reshape(1, 2, 1, 32)
-    o = ladder.resolve(str(file)).attention(q, q, q)[0, 0, 0]
-    assert o.tolist() == (q[0, 0, 0] + q[0, 1, 0] + 15000).tolist()
+    for spec in both_builds(file):
+        o = spec.attention(q, q, q)[0, 0, 0]
+        assert o.tolist() == (q[0, 0, 0] + q[0, 1, 0] + 15000).tolist()
 
 
 PRODUCT = """
@@ -506,7 +513,8 @@ def test_tiles_and_bulk_copies_by_the_functions_of_cuda_barrier(tmp_path):
     text = text.replace("run(const", "run(const __grid_constant__ CUtensorMap map, const")
     file.write_text(text.replace("  return launch_kernel(run, 1, 32, 0, s, ", MAP))
     q = torch.arange(64.0).reshape(1, 2, 1, 32)
-    assert ladder.resolve(str(file)).attention(q, q, q)[0, 0, 0].tolist() == [*range(33, 65)]
+    for spec in both_builds(file):
+        assert spec.attention(q, q, q)[0, 0, 0].tolist() == [*range(33, 65)]
 
 
 def test_a_grid_waits_for_all_of_its_blocks_if_they_run_at_once(tmp_path):
@@ -532,12 +540,24 @@ def test_a_grid_waits_for_all_of_its_blocks_if_they_run_at_once(tmp_path):
             % body
         )
         file.write_text("#include <cooperative_groups.h>\n" + text)
-        spec = ladder.resolve(str(file))
-        if "at_once" in launch:
-            assert spec.attention(x, x, x).unique().tolist() == [14]
-        else:
-            with pytest.raises(KernelError, match="blocks do not all run at once"):
-                spec.attention(x, x, x)
+        for spec in both_builds(file):
+            if "at_once" in launch:
+                assert spec.attention(x, x, x).unique().tolist() == [14]
+            else:
+                with pytest.raises(KernelError, match="blocks do not all run at once"):
+                    spec.attention(x, x, x)
+
+
+def test_shared_memory_may_be_used_before_the_previous_kernel_has_ended(tmp_path):
+    body = """
+  asm volatile("st.shared.u32 [%1], %2; bar.sync 0; griddepcontrol.wait; ld.shared.f32 %0, [%1];"
+               : "=f"(o[lane]) : "r"(at + 4 * lane), "r"(0x3f800000) : "memory");
+"""
+    file = tmp_path / "early.cu"
+    file.write_text((KERNEL % body).replace("launch_kernel(run, 1,", "launch_early(run, 1, 1,"))
+    x = torch.zeros(1, 1, 1, 32)
+    for spec in both_builds(file):
+        assert spec.attention(x, x, x).unique().tolist() == [1]
 
 
 def test_wmma_multiplies_bfloat16(tmp_path):
