@@ -165,14 +165,21 @@ void note_poll(const void* word, uint64_t value, const Site& site, const void* c
   Block::Poll* const mine = &block.polls[self.thread * kPolls];
   Block::Poll* const found =
       std::find_if(mine, mine + kPolls, [&](const auto& poll) { return poll.word == word; });
-  if (found == mine + kPolls || (found->value != value && word != nullptr)) {
-    if (found != mine + kPolls) note_event(*block.launch);
-    std::copy_backward(mine, std::min(found, mine + kPolls - 1),
-                       std::min(found, mine + kPolls - 1) + 1);
+  if (word == nullptr) {
+    end_if_hopeless(site, code);
+    std::this_thread::yield();
+  } else if (found != mine + kPolls && found->value == value) {
+    end_if_hopeless(site, code);
+  } else {
+    const bool is_full = mine[kPolls - 1].word != nullptr;
+    if (found != mine + kPolls || is_full) note_event(*block.launch);
+    Block::Poll* const last = std::min(found, mine + kPolls - 1);
+    std::copy_backward(mine, last, last + 1);
     *mine = {word, value};
-    return;
+    if (found != mine + kPolls || !is_full) return;
+    // Others run, as the thread may repeat all of so many words.
   }
-  end_if_hopeless(site, code);
+  block.in_flight.idle = 0;
   Fiber* const to = block.yield();
   if (to != &self) switch_context(self, *to);
 }

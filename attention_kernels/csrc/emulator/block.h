@@ -196,7 +196,7 @@ void fence(Scope scope);
 void set_scope(Scope scope);
 
 // A thread has read a word, or failed to change it, and may do so until another one has. The second
-// time in a row it lets others run. If none can run that would change it, the launch fails.
+// time in a row, or if the word is null, it lets others run. If none can run that would change it, the launch fails.
 // `site` or, if it has no name, `code` is where.
 void note_poll(const void* word, uint64_t value, const Site& site, const void* code = nullptr);
 // Lets other blocks run, if the blocks of the grid take turns. waits: whether this one waits for them.

@@ -173,14 +173,6 @@ bool has_cluster_arrived(uint64_t due, const emulator::Site& site) {
   return true;
 }
 
-void let_others_run(const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  emulator::end_if_hopeless(site);
-  block.in_flight.idle = 0;
-  if (block.cluster != nullptr) emulator::fail_with(*block.cluster);
-  sched_yield();
-}
-
 // ---- The shared memory of another block ---------------------------------------------------------
 
 // Returns the byte of another block's shared memory that corresponds to `here`.

@@ -85,11 +85,8 @@ ATTENTION_EMULATOR_INLINE void store_word(unsigned long long* to, unsigned long 
 ATTENTION_EMULATOR_INLINE unsigned long long load_word(const unsigned long long* from) {
   return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
-// Lets other threads and blocks run. Defined in cluster.cpp.
-void let_others_run(const emulator::Site& site);
-ATTENTION_EMULATOR_INLINE void poll_again(ATTENTION_EMULATOR_SITE) {
-  let_others_run({"poll_again", file, line});
-  yield();
+inline void poll_again(ATTENTION_EMULATOR_SITE) {
+  emulator::note_poll(nullptr, 0, {"poll_again", file, line});
 }
 
 // Each thread must alternate between arriving and waiting.

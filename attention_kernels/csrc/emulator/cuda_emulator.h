@@ -196,8 +196,7 @@ inline void __threadfence_system() { __threadfence(); }
 inline void __threadfence_block() {
   attention::emulator::fence(attention::emulator::Scope::kBlock);
 }
-// Lets others run.
-ATTENTION_EMULATOR_INLINE void __nanosleep(unsigned, ATTENTION_EMULATOR_SITE) {
+inline void __nanosleep(unsigned, ATTENTION_EMULATOR_SITE) {
   attention::emulator::note_poll(nullptr, 0, {"__nanosleep", file, line});
 }
 [[noreturn]] inline void __trap(ATTENTION_EMULATOR_SITE) {

@@ -207,8 +207,8 @@ CASES = [
      "5 + 16 * (lane / 4 - 1) * (lane % 4 * 2)"),
     ("max.NaN.f32 %0, %1, %2; min.NaN.f32 %0, %0, %2; copysign.f32 %0, %1, %2;", "f",
      f"{G}, {F}", "-1.5f - lane"),
-    ("bar.warp.sync -1; fence.acq_rel.gpu; membar.cta; fence.proxy.async; nanosleep.u32 20; prefetch.global.L2 [%1];"
-     " mov.u32 %0, 1;", "r", '"l"(memory)', "1"),
+    ("bar.warp.sync -1; fence.acq_rel.gpu; membar.cta; fence.proxy.async; nanosleep.u32 20;"
+     " prefetch.global.L2 [%1]; mov.u32 %0, 1;", "r", '"l"(memory)', "1"),
     ("{.reg .pred p; .reg .b64 s; setp.ne.u32 p, %2, 0; @!p mbarrier.init.shared.b64 [%1], 32;"
      " bar.warp.sync -1; mbarrier.arrive.shared.b64 s, [%1];"
      " W: mbarrier.test_wait.shared.b64 p, [%1], s; @!p bra W; mov.u32 %0, 1;}",
@@ -222,7 +222,8 @@ CASES = [
      " fence.proxy.async.shared::cta; bar.warp.sync -1;"
      " @p cp.async.bulk.global.shared::cta.bulk_group [%3], [%1], 16;"
      " @p cp.async.bulk.commit_group; @p cp.async.bulk.wait_group 0; bar.warp.sync -1;"
-     " ld.global.f32 %0, [%3];}", "f", '"r"(at + 512), "r"(lane), "l"(memory + 32)', "3.0f"),
+     " ld.global.f32 %0, [%3];}", "f",
+     '"r"(at + 512 + 4 * lane), "r"(lane), "l"(memory + 32)', "3.0f"),
     ("cp.async.bulk.prefetch.L2.global [%1], 16; fence.proxy.async.global; fence.sc.cta;"
      " cp.async.bulk.prefetch.tensor.2d.L2.global [%1, {0, 0}]; membar.gl; mov.u32 %0, 1;", "r",
      '"l"(memory)', "1"),
@@ -261,11 +262,14 @@ def kernel_of(tmp_path, body, name="asm.cu"):
 
 
 def test_every_instruction_does_what_plain_code_does(tmp_path):
-    body = "\n".join(statement(*case, row) for row, case in enumerate(CASES))
-    q = torch.arange(32.0 * len(CASES)).reshape(1, -1, 1, 32) + 1
-    right = kernel_of(tmp_path, body).attention(q, q, q)[0, :, 0]
-    wrong = [CASES[i][0] for i in range(len(CASES)) if not bool((right[i] == 1).all())]
-    assert wrong == [], "\n".join(wrong)
+    body = "\n  __syncwarp();\n".join(statement(*case, row) for row, case in enumerate(CASES))
+    file = tmp_path / "every.cu"
+    file.write_text(KERNEL % body)
+    for spec in both_builds(file):
+        q = torch.arange(32.0 * len(CASES)).reshape(1, -1, 1, 32) + 1
+        right = spec.attention(q, q, q)[0, :, 0]
+        wrong = [CASES[i][0] for i in range(len(CASES)) if not bool((right[i] == 1).all())]
+        assert wrong == [], "\n".join(wrong)
 
 
 def preprocessed(file, csrc=header.CSRC):

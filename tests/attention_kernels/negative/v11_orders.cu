@@ -484,6 +484,37 @@ __global__ void copy_of_what_is_stored(Params p) {
   p.y[512 + threadIdx.x] = y;
 }
 
+// A thread polls a word of each of the other blocks, while the others of its block wait for a barrier in
+// shared memory.
+template <bool kRacy>
+__global__ void many_flags(Params p) {
+  __shared__ ptx::Barrier ready;
+  if (threadIdx.x == 0) ptx::barrier_init(&ready, 1);
+  if (blockIdx.x != 0) {
+    p.y[blockIdx.x * kThreads + threadIdx.x] = 1.0f;
+    for (int i = 0; i < 100; ++i) ptx::poll_again();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      if (!kRacy) __threadfence();
+      atomicExch(&p.words[blockIdx.x], 1u);
+    }
+    return;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (bool waits = true; waits;) {
+      waits = false;
+      for (int i = 1; i < gridDim.x; ++i) waits |= static_cast<volatile unsigned*>(p.words)[i] == 0;
+    }
+    __threadfence();
+    ptx::barrier_arrive(&ready);
+  }
+  ptx::barrier_wait(&ready, 0);
+  float sum = 0.0f;
+  for (int i = 1; i < gridDim.x; ++i) sum += p.y[i * kThreads + threadIdx.x];
+  p.y[threadIdx.x] = sum;
+}
+
 // ---- Inline PTX ---------------------------------------------------------------------------------
 
 // 0: right. 1: no release. 2: a plain store of the flag. 3: a release to its own block. 4: no acquire.
@@ -544,10 +575,14 @@ __global__ void asm_last_block(Params p) {
     unsigned count;
     if (kFault == 1)
       asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
-                   : "=r"(count) : "l"(p.words) : "memory");
+                   : "=r"(count)
+                   : "l"(p.words)
+                   : "memory");
     else
       asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                   : "=r"(count) : "l"(p.words) : "memory");
+                   : "=r"(count)
+                   : "l"(p.words)
+                   : "memory");
     is_last = count == gridDim.x - 1;
   }
   __syncthreads();
@@ -582,10 +617,14 @@ __global__ void asm_lock(Params p) {
   while (was != 0) {
     if (kFault == 2)
       asm volatile("atom.acquire.cta.global.cas.b32 %0, [%1], 0, 1;"
-                   : "=r"(was) : "l"(p.words) : "memory");
+                   : "=r"(was)
+                   : "l"(p.words)
+                   : "memory");
     else
       asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, 1;"
-                   : "=r"(was) : "l"(p.words) : "memory");
+                   : "=r"(was)
+                   : "l"(p.words)
+                   : "memory");
   }
   p.y[0] += 1.0f;
   if (kFault == 1)
@@ -605,15 +644,15 @@ __global__ void asm_bulk_copy(Params p) {
   if (kFault == 2) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   if (kFault == 0 || kFault == 3) asm volatile("fence.proxy.async;" ::: "memory");
   if (threadIdx.x == 0)
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(
-                     barrier)
-                 : "memory");
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(barrier)
+        : "memory");
   __syncthreads();
   if (threadIdx.x == 0)
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 256;"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%1], [%2], 256, [%0];" ::
-            "r"(barrier),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%1], [%2], 256, "
+        "[%0];" ::"r"(barrier),
         "r"(to), "l"(p.y)
         : "memory");
   float y = 0.0f;
@@ -761,6 +800,9 @@ cudaError_t launch(const StructParams& p, cudaStream_t stream) {
   FAULT(66, asm_bulk_copy, 2, 1, 1)
   FAULT(67, asm_bulk_copy, 3, 1, 1)
   FAULT(68, asm_cluster, 1, 2, 2)
+  if (p.pattern == 47)
+    return launch_at_once(p.is_racy ? many_flags<true> : many_flags<false>, 8, 1, kThreads, 0,
+                          stream, p);
   FAULT(50, flag_of_nobody, 1, kBlocks, 1)
   FAULT(49, asm_flag_of_nobody, 1, kBlocks, 1)
   FAULT(51, lock_that_is_kept, 1, kBlocks, 1)
