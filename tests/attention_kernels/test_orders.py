@@ -55,9 +55,10 @@ ORDERED_BY = {
     66: "a proxy fence for global memory",
     68: "a barrier of the cluster between them would",
     69: r"a wait_for_previous\(\) there would order them",
+    70: "atomic operations of the device's scope, not the block's, would",
 }
 ONLY_RIGHT = {43}
-RACES = {*range(1, 48), *range(54, 70)} - ONLY_RIGHT
+RACES = {*range(1, 48), *range(54, 72)} - ONLY_RIGHT
 # Whether these show depends on which block is ahead, which the order decides.
 SCHEDULED = {28, 32}
 ENDLESS = {

@@ -686,6 +686,45 @@ __global__ void asm_cluster(Params p) {
   p.y[blockIdx.x * kThreads + threadIdx.x] = y;
 }
 
+// Racy if the flag is for another cluster.
+template <bool kRacy>
+__global__ void asm_scope_of_a_cluster(Params p) {
+  if (threadIdx.x != 0) return;
+  if (blockIdx.x == 0) {
+    p.y[0] = 1.0f;
+    asm volatile("st.release.cluster.global.u32 [%0], 1;" ::"l"(p.words) : "memory");
+  } else if (blockIdx.x == (kRacy ? 2 : 1)) {
+    unsigned flag = 0;
+    while (flag == 0)
+      asm volatile("ld.acquire.cluster.global.u32 %0, [%1];"
+                   : "=r"(flag)
+                   : "l"(p.words)
+                   : "memory");
+    p.y[1] = p.y[0];
+  }
+}
+
+// Data in words that are polled themselves.
+template <bool kRacy>
+__global__ void asm_vector(Params p) {
+  if (threadIdx.x != 0) return;
+  if (blockIdx.x == 0) {
+    if (kRacy)
+      asm volatile("st.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(p.words), "r"(7) : "memory");
+    else
+      asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(p.words), "r"(7)
+                   : "memory");
+    return;
+  }
+  uint4 w{0, 0, 0, 0};
+  while (w.x == 0 || w.y == 0 || w.z == 0 || w.w == 0)
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                 : "l"(p.words)
+                 : "memory");
+  p.y[1] = w.x + w.w;
+}
+
 template <bool kRacy>
 __global__ void asm_read_early(Params p) {
   if (!kRacy) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -803,6 +842,13 @@ cudaError_t launch(const StructParams& p, cudaStream_t stream) {
   if (p.pattern == 47)
     return launch_at_once(p.is_racy ? many_flags<true> : many_flags<false>, 8, 1, kThreads, 0,
                           stream, p);
+  if (p.pattern == 70)
+    return p.is_racy
+               ? launch_at_once(asm_scope_of_a_cluster<true>, kBlocks, 2, kThreads, 0, stream, p)
+               : launch_at_once(asm_scope_of_a_cluster<false>, kBlocks, 2, kThreads, 0, stream, p);
+  if (p.pattern == 71)
+    return p.is_racy ? launch_at_once(asm_vector<true>, 2, 1, kThreads, 0, stream, p)
+                     : launch_at_once(asm_vector<false>, 2, 1, kThreads, 0, stream, p);
   FAULT(50, flag_of_nobody, 1, kBlocks, 1)
   FAULT(49, asm_flag_of_nobody, 1, kBlocks, 1)
   FAULT(51, lock_that_is_kept, 1, kBlocks, 1)
