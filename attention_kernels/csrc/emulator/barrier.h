@@ -55,7 +55,10 @@ ATTENTION_EMULATOR_INLINE void yield() {
 inline void barrier_init(Barrier* barrier, unsigned arrivals, ATTENTION_EMULATOR_SITE) {
   init(barrier, arrivals, {"barrier_init", file, line});
 }
-inline void barrier_init_fence() { show_barriers(); }
+inline void barrier_init_fence() {
+  show_barriers();
+  emulator::fence(emulator::Scope::kCluster);
+}
 
 // An arrival that completes a phase lets a waiting thread continue before it returns. So a slot that
 // is given back too early is overwritten before products read it.

@@ -128,13 +128,14 @@ using emulator::Locked;
 
 // ---- The cluster's barrier ----------------------------------------------------------------------
 
-void arrive_at_cluster(const emulator::Site& site) {
+void arrive_at_cluster(bool releases, const emulator::Site& site) {
   emulator::Fiber& self = emulator::this_fiber();
   if (self.cluster_arrivals++ != self.cluster_waits)
     cluster_failure(site, "the thread has not waited since it arrived");
   Cluster& cluster = *self.block->cluster;
   if (emulator::Races* const races = self.block->races) {
-    const emulator::Knowledge mine = races->knowledge();
+    const emulator::Knowledge mine =
+        releases ? races->knowledge() : races->fenced(emulator::Scope::kCluster);
     races->advance();
     const Locked locked(cluster);
     auto& barrier = cluster.barriers[self.cluster_arrivals % 2];

@@ -67,7 +67,8 @@ bool never_ends(bool at_barrier);
 namespace attention::ptx {
 
 // Defined in cluster.cpp.
-void arrive_at_cluster(const emulator::Site& site);
+// releases: what the thread did comes before what others do after it, else only what it has fenced.
+void arrive_at_cluster(bool releases, const emulator::Site& site);
 uint64_t begin_cluster_wait(const emulator::Site& site);
 bool has_cluster_arrived(uint64_t due, const emulator::Site& site);
 unsigned char* block_memory(unsigned char* here, unsigned block, const emulator::Site& site);
@@ -91,7 +92,7 @@ inline void poll_again(ATTENTION_EMULATOR_SITE) {
 
 // Each thread must alternate between arriving and waiting.
 inline void cluster_arrive(ATTENTION_EMULATOR_SITE) {
-  arrive_at_cluster({"cluster_arrive", file, line});
+  arrive_at_cluster(true, {"cluster_arrive", file, line});
 }
 ATTENTION_EMULATOR_INLINE void cluster_wait(ATTENTION_EMULATOR_SITE) {
   const emulator::Site site{"cluster_wait", file, line};

@@ -204,15 +204,10 @@ T reduce(const Group& group, T value, Function function, ATTENTION_EMULATOR_SITE
   return group.reduced(value, function, {"reduce", file, line});
 }
 
-// The group's threads take turns in copying 16, 8 or 4 bytes, whatever all addresses allow.
 template <typename Group>
-void memcpy_async(const Group& group, void* to, const void* from, size_t bytes,
-                  ATTENTION_EMULATOR_SITE) {
-  const size_t all = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
-  const size_t step = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : 4;
-  for (size_t i = group.thread_rank() * step; i < bytes; i += group.size() * step)
-    __pipeline_memcpy_async(static_cast<char*>(to) + i, static_cast<const char*>(from) + i, step, 0,
-                            file, line);
+ATTENTION_EMULATOR_INLINE void memcpy_async(const Group& group, void* to, const void* from,
+                                            size_t bytes, ATTENTION_EMULATOR_SITE) {
+  emulator::copy_parts(to, from, bytes, group.thread_rank(), group.size(), file, line);
   __pipeline_commit();
 }
 template <typename Group>

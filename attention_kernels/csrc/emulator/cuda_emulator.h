@@ -230,10 +230,9 @@ ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Function function,
                                           Scope scope = Scope::kDevice,
                                           const Site& site = {nullptr, nullptr, 0}) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
-  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t,
-                                  std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
-  typedef Bits __attribute__((may_alias)) Word;
-  auto* const word = reinterpret_cast<Word*>(address);
+  using Bits = Word<sizeof(T)>;
+  typedef Bits __attribute__((may_alias)) Aliasing;
+  auto* const word = reinterpret_cast<Aliasing*>(address);
   // The sanitizer's functions know by its order that this is a part of what follows.
   Bits before = __atomic_load_n(word, __ATOMIC_CONSUME);
   for (;;) {
@@ -252,9 +251,9 @@ ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Function function,
 }
 
 // Loads a word that others change, which a thread may repeat until one has.
-template <int kOrder, typename Word>
-ATTENTION_EMULATOR_INLINE Word load_atomic(const Word* from, Scope scope,
-                                           [[maybe_unused]] const Site& site) {
+template <int kOrder, typename T>
+ATTENTION_EMULATOR_INLINE T load_atomic(const T* from, Scope scope,
+                                        [[maybe_unused]] const Site& site) {
 #ifndef __SANITIZE_THREAD__  // the sanitizer's functions do this
   note_poll(from, __atomic_load_n(from, __ATOMIC_RELAXED), site);
 #endif

@@ -51,6 +51,20 @@ ATTENTION_EMULATOR_INLINE void __pipeline_memcpy_async(void* to, const void* fro
   if (size == 4) emulator::begin_copy<4>(copy, to, from, zeros, poison);
 }
 
+namespace attention::emulator {
+
+// Of `count` threads one copies every count-th part of 16, 8 or 4 bytes, whatever all addresses allow.
+ATTENTION_EMULATOR_INLINE void copy_parts(void* to, const void* from, size_t bytes, size_t rank,
+                                          size_t count, const char* file, int line) {
+  const size_t all = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
+  const size_t step = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : 4;
+  for (size_t i = rank * step; i < bytes; i += count * step)
+    __pipeline_memcpy_async(static_cast<char*>(to) + i, static_cast<const char*>(from) + i, step, 0,
+                            file, line);
+}
+
+}  // namespace attention::emulator
+
 void __pipeline_commit();
 // Waits for all groups except the last `prior`.
 void __pipeline_wait_prior(size_t prior);

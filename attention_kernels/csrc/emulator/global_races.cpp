@@ -227,6 +227,10 @@ Knowledge Races::knowledge() const {
   return all;
 }
 
+const Knowledge& Races::fenced(Scope scope) const {
+  return of_thread[this_fiber().thread].at_fence[static_cast<unsigned>(scope)];
+}
+
 void Races::learn(const Knowledge& more) {
   const unsigned self = this_fiber().thread;
   Knowledge& news = of_thread[self].news;

@@ -35,19 +35,10 @@ struct Tf32 {
 inline constexpr struct Sink {
 } sink;  // the operand _
 
-// The unsigned type of a size, and the type of twice the size.
-template <size_t kBytes>
-auto word_of() {
-  if constexpr (kBytes == 1) return uint8_t{};
-  if constexpr (kBytes == 2) return uint16_t{};
-  if constexpr (kBytes == 4) return uint32_t{};
-  if constexpr (kBytes == 8) return uint64_t{};
-  if constexpr (kBytes == 16) return static_cast<unsigned __int128>(0);
-}
-template <size_t kBytes>
-using Word = decltype(word_of<kBytes>());
+using emulator::Word;
 template <typename T, int kParts>
 using Part = Word<sizeof(T) / kParts>;
+// The type of twice the size.
 template <typename T>
 using Wide = std::conditional_t<
     std::is_unsigned_v<T>, Word<2 * sizeof(T)>,

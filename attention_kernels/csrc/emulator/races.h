@@ -49,6 +49,8 @@ class Races {
   // What the calling thread knows, its own accesses included; and what it learns from another one.
   Knowledge knowledge() const;
   void learn(const Knowledge& more);
+  // What it knew at its last fence.
+  const Knowledge& fenced(Scope scope) const;
   // A thread of another block that knows this releases a barrier of this block.
   void release_from_block(const void* barrier, const Knowledge& sender);
 

@@ -664,20 +664,25 @@ __global__ void asm_bulk_copy(Params p) {
   p.y[512 + threadIdx.x] = y + s[threadIdx.x];
 }
 
-// Through the shared memory of the other block. 1: no barrier before it is read.
+// Through the shared memory of the other block. 1: no barrier before it is read. 2: one that orders
+// nothing.
 template <int kFault>
 __global__ void asm_cluster(Params p) {
   __shared__ float s[kThreads];
   const auto mine = static_cast<unsigned>(__cvta_generic_to_shared(&s[threadIdx.x]));
   s[threadIdx.x] = 0.0f;
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+  asm volatile(
+      "fence.acq_rel.cluster; barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire;" ::
+          : "memory");
   asm volatile(
       "{ .reg .b32 a; mapa.shared::cluster.u32 a, %0, %1; st.shared::cluster.f32 [a], 0f3F800000; "
       "}" ::"r"(mine),
       "r"(blockIdx.x ^ 1)
       : "memory");
-  if (kFault != 1)
+  if (kFault == 2)
+    asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::
+                     : "memory");
+  else if (kFault != 1)
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
   const float y = s[threadIdx.x ^ 32];
@@ -839,6 +844,7 @@ cudaError_t launch(const StructParams& p, cudaStream_t stream) {
   FAULT(66, asm_bulk_copy, 2, 1, 1)
   FAULT(67, asm_bulk_copy, 3, 1, 1)
   FAULT(68, asm_cluster, 1, 2, 2)
+  FAULT(72, asm_cluster, 2, 2, 2)
   if (p.pattern == 47)
     return launch_at_once(p.is_racy ? many_flags<true> : many_flags<false>, 8, 1, kThreads, 0,
                           stream, p);
