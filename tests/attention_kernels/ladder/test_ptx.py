@@ -626,7 +626,7 @@ def test_the_faults_of_the_negative_controls_show_in_asm_too(tmp_path, name, mon
     raw_copy(tmp_path)
     file.parent.mkdir()
     file.write_text(raw_source(NEGATIVE / file.name))
-    op, control = faulty_op(file, "races"), CONTROLS[name]
+    op, control = faulty_op(file, "races", "asm_"), CONTROLS[name]
     silent = {fault for fault in control.messages if not control.run(op, fault)}
     assert control.run(op, 0) == ""
     assert silent - control.may_pass == NEEDS_REGISTERS.get(name, set())
