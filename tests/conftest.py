@@ -33,7 +33,7 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Otherwise each of those processes, and each worker of xdist, compiles all modules and tests again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-os.environ["GPT2_INFER_SERVER_S"] = "0"  # no process of a test outlives it
+os.environ["GPT2_INFER_SERVER"] = "0"  # no process of a test outlives it
 
 gc.disable()  # while torch and transformers are imported: their objects live to the end
 

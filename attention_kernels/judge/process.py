@@ -72,10 +72,6 @@ class Process:
         with contextlib.suppress(OSError):
             self._connection.send_bytes(message)
 
-    def has_answered(self) -> bool:
-        """Return whether an answer is there, or none can come any more."""
-        return self._connection.poll()
-
     def answer(self, timeout_s: float) -> Reply:
         """Return the next answer; raises EndedError."""
         try:

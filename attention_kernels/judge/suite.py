@@ -18,8 +18,10 @@ import itertools
 import math
 import random
 import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -89,52 +91,84 @@ def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | 
 
 def run_check(runner: Runner, steps: Steps) -> Found:
     """Take all steps of a check, one after the other."""
-    request = next(steps)
-    while True:
-        try:
-            request = steps.send(runner.call(request))
-        except StopIteration as found:
-            return found.value  # type: ignore[no-any-return]
+    after: Request | Found = next(steps)
+    while isinstance(after, Request):
+        after = _next(steps, runner.call(after))
+    return after
 
 
 class Driver:
-    """Runs the checks of a backend, and prepares the next ones while it is loaded or answers."""
+    """Runs the checks of a backend, one call at a time.
 
-    def __init__(self, runner: Runner, checks: Sequence[Check]) -> None:
-        self.runner, self.total = runner, len(checks)
-        self._left = iter(checks)
-        self._ready: deque[tuple[What, Steps, Request]] = deque()
+    Meanwhile other cores draw inputs, compute references and judge outputs, a check each.
+    """
 
-    def prepare(self) -> None:
-        """Prepare requests until the backend has answered."""
-        while not self.runner.has_answered():
-            ahead = sum(request.block.nbytes for _, _, request in self._ready)
-            if ahead > MOST_AHEAD or not self._begin():
-                return
+    def __init__(self, runner: Runner, checks: Sequence[Check], cores: int) -> None:
+        self.runner, self.total, self._cores = runner, len(checks), cores
+        self._pool, self._lock = ThreadPoolExecutor(cores), threading.RLock()
+        self._left, self._begun, self._waiting_bytes = iter(checks), 0, 0
+        self._ready: deque[tuple[What, Steps, Future[Request]]] = deque()
+        self._prepare()
 
     def run(self) -> Iterator[tuple[What, Found | Exception]]:
         """Yield the outcome of each check, or the exception that ended it."""
-        while self._ready or self._begin():
-            what, steps, request = self._ready.popleft()
-            self.runner.send(request)
-            self.prepare()
-            try:
-                outputs = self.runner.receive()
-            except KERNEL_ERRORS as error:
-                yield what, error
+        judging: deque[tuple[What, Steps, Future[Any]]] = deque()
+        most = self._cores
+        while self._ready or judging:
+            if len(judging) > most or not self._ready:
+                what, steps, after = judging.popleft()
+                if isinstance(after.result(), Request):
+                    self._ready.appendleft((what, steps, after))
+                else:
+                    yield what, after.result()
                 continue
+            what, steps, first = self._ready.popleft()
+            request = first.result()
+            with self._lock:
+                self._waiting_bytes -= request.block.nbytes
+                self._prepare()
             try:
-                self._ready.appendleft((what, steps, steps.send(outputs)))
-            except StopIteration as found:
-                yield what, found.value
+                outputs = self.runner.call(request)
+            except KERNEL_ERRORS as error:
+                after, most = Future(), 0  # it may end the suite: no call before it is reported
+                after.set_result(error)
+            else:
+                after, most = self._pool.submit(_next, steps, outputs), self._cores
+            judging.append((what, steps, after))
 
-    def _begin(self) -> bool:
-        """Prepare the first request of the next check, if one is left."""
-        for what, start in self._left:
+    def close(self) -> None:
+        """Stop preparing."""
+        with self._lock:
+            self._left = iter(())
+        self._pool.shutdown(cancel_futures=True)
+
+    def _prepare(self) -> None:
+        """Begin as many checks as there are cores, unless the inputs that wait are too large."""
+        while self._begun < self._cores and self._waiting_bytes < MOST_AHEAD:
+            check = next(self._left, None)
+            if check is None:
+                return
+            what, start = check
             steps = start()
-            self._ready.append((what, steps, next(steps)))
-            return True
-        return False
+            self._begun += 1
+            self._ready.append((what, steps, self._pool.submit(self._first, steps)))
+
+    def _first(self, steps: Steps) -> Request:
+        """Return the first request of a check, and let the next check begin."""
+        request = next(steps)
+        with self._lock:
+            self._begun -= 1
+            self._waiting_bytes += request.block.nbytes
+            self._prepare()
+        return request
+
+
+def _next(steps: Steps, outputs: Outputs) -> Request | Found:
+    """Return the next request of a check, or what it has found."""
+    try:
+        return steps.send(outputs)
+    except StopIteration as found:
+        return found.value  # type: ignore[no-any-return]
 
 
 def judged(runner: Runner, case: Case | DecodeCase, **options: Any) -> Steps:
@@ -207,8 +241,9 @@ def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> St
         sets = [case.inputs("cpu") for case in inputs]
         request = Request.of(inputs[0], sets, order=order, again=count, place=_place(cases[0]))
         found = yield request
+        first: dict[int, Tensor] = {}
         for call, (place, o) in enumerate(zip(order, found.o, strict=True)):
-            if call < count or not torch.equal(o, found.o[place]):
+            if first.setdefault(place, o) is o or not torch.equal(o, first[place]):
                 right = _truth(runner, inputs[place], request.sets[place])
                 verdict = _judge(runner, right, o)
                 if not verdict.passed:
@@ -393,13 +428,15 @@ def verify(
     seed = secrets.randbelow(2**53) if seed is None else seed
     if not 0 <= seed < 2**62:
         raise ArgumentError(f"the seed must be between 0 and 2^62 - 1, not {seed}")
-    # The rest of the cores is the kernel's: both compute at the same time.
-    with threads(max(1, torch.get_num_threads() // 2)), contextlib.ExitStack() as stack:
+    # Half of the cores are the judge's, with a thread each; the rest are the kernel's.
+    cores = max(1, torch.get_num_threads() // 2)
+    with threads(1), contextlib.ExitStack() as stack:
         try:
             runner = open_runner(what, device, timeout_s=timeout_s, races=True, load=False)
             stack.enter_context(contextlib.closing(runner))
-            driver = Driver(runner, checks_of(runner, _dtypes(runner.spec, dtypes), seed, quick))
-            driver.prepare()
+            checks = checks_of(runner, _dtypes(runner.spec, dtypes), seed, quick)
+            driver = Driver(runner, checks, cores)
+            stack.enter_context(contextlib.closing(driver))
             runner.load()
         except EndedError as error:
             report = Report(registry.stand_in(str(what)), device, seed)
@@ -408,8 +445,8 @@ def verify(
         report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)
         report.not_isolated = runner.not_isolated
         # disable=None shows the bar on a terminal only.
-        checks = tqdm(driver.run(), runner.spec.name, driver.total, unit="check", disable=None)
-        for done, (check, found) in enumerate(checks, 1):
+        bar = tqdm(driver.run(), runner.spec.name, driver.total, unit="check", disable=None)
+        for done, (check, found) in enumerate(bar, 1):
             on_check(done, report.total)
             report.calls = runner.calls
             report.note(check, found)

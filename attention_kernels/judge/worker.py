@@ -112,10 +112,6 @@ class Runner:
         outputs, again = self._request.outputs(self._taken.tensor)
         return calls.Outputs(outputs, again, self._request.fault(self._given.tensor))
 
-    def has_answered(self) -> bool:
-        """Return whether load() or receive() would return at once."""
-        return True
-
     def call(self, request: calls.Request) -> calls.Outputs:
         """Send a request and receive its outputs."""
         self.send(request)
@@ -241,10 +237,6 @@ class Worker(Runner):
         if self._is_loading:
             self._is_loading = False
             self._loaded(self.spec.name)
-
-    def has_answered(self) -> bool:
-        """Return whether load() or receive() would return at once."""
-        return self._process.has_answered()
 
     def rest(self) -> None:
         """Stop the process, its threads and its children until the next request."""
