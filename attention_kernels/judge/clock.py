@@ -28,15 +28,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels.contract import dtype_name
-from attention_kernels.errors import AttentionError
 from attention_kernels.judge.caller import Timed
-from attention_kernels.judge.calls import Request, checksum, clear_persisting_l2, multiply
+from attention_kernels.judge.calls import (
+    Request,
+    chain,
+    chain_weights,
+    clear_persisting_l2,
+    multiply,
+    row_sums,
+    set_signs,
+)
 from attention_kernels.judge.inputs import Case, DecodeCase, Kind
-from attention_kernels.judge.truth import truth
-from attention_kernels.judge.worker import Runner, Timing
+from attention_kernels.judge.suite import judge_rows
+from attention_kernels.judge.worker import RejectedTimeError, Runner, Timing
 
-ROWS = 64  # judged of each timed output
 # The share by which the judge's clock may exceed the worker's, and repeated calls the first ones.
 # Other processes share a CPU, and interrupt long work more often than short work.
 OUTSIDE, REPEATED = {"cuda": 0.1, "cpu": 1.0}, {"cuda": 0.1, "cpu": 9.0}
@@ -62,10 +67,6 @@ DEPENDS, SAMPLES_OF_KIND = {"cuda": 0.03, "cpu": 0.3}, {"cuda": 1, "cpu": 2}
 # The share of the chained time above which calls count as overlapping without the chain.
 OVERLAPS = 0.95
 FLUSHED_BYTES, CHAIN_RUNS = 2**28, 9  # of memory, to empty the L2 before each run of a chain
-
-
-class RejectedTimeError(AttentionError):
-    """A measured time that does not count; the text is the rule that it broke, with its figures."""
 
 
 class Numbers:
@@ -99,7 +100,7 @@ class Numbers:
         return self._requests[contiguous]
 
     def checks_s(self, device: str) -> float:
-        """Return how many seconds the factors and the checksum of a sample take."""
+        """Return how many seconds the factors and the row_sums() of a sample take."""
         if not self._checks_s:
             calls = next(iter(self._requests.values())).calls
             numbers, block = (
@@ -111,7 +112,7 @@ class Numbers:
             def seconds() -> float:
                 started = time.perf_counter()
                 multiply(numbers, self.case.dtype, seed=0)
-                checksum(outputs)  # waits for the device
+                row_sums(outputs).cpu()
                 return time.perf_counter() - started
 
             self._checks_s = statistics.median(seconds() for _ in range(3))
@@ -162,12 +163,15 @@ class Clock:
         request = self.numbers.request(len(self._timings) + 1, contiguous=contiguous)
         if device == "cuda":
             clear_persisting_l2()
-        found = self.runner.time(request)
+        found = self.runner.time(request, self._timings[-1].passes if self._timings else 1)
         self._timings.append(found)
-        if checksum(found.outputs) != found.checksum:
-            raise RejectedTimeError("the timed outputs changed after the clock had stopped")
-        self._judge(request.timed(found.seed, found.outputs), found.outputs)
-        us = self._us(found.once if device == "cuda" else found.often_outside)
+        self._judge_all(request, found)
+        seconds = found.once
+        if device == "cpu":
+            seconds = found.often_outside
+            if not found.is_reproducible:  # nothing proves that all of those calls were made
+                seconds = found.once_outside - self.numbers.checks_s(device)
+        us = self._us(seconds)
         if us < self.floor_us or us <= 0:
             raise RejectedTimeError(
                 f"its time is beneath what the device can do: {us:.3g} us, and reading the "
@@ -226,6 +230,8 @@ class Clock:
         chained = [self._us(timing.often_outside) for timing in self._timings]
         if overlapping < OVERLAPS * statistics.median(chained):
             self.notes["overlapping_us"] = overlapping
+        if not all(timing.is_reproducible for timing in self._timings):
+            self.notes["is_reproducible"] = False
         by_kind: dict[str, list[float]] = {}
         for number, us in enumerate(chained[1:], 2):  # the first sample is a warm-up
             by_kind.setdefault(KINDS[number % len(KINDS)], []).append(us)
@@ -237,44 +243,27 @@ class Clock:
         ):
             self.notes["depends_us"] = {kind: times[kind] for kind in (fast, slow)}
 
+    def _judge_all(self, request: Request, timing: Timing) -> None:
+        """Judge all calls with new numbers, and some others."""
+        sets = request.multiplied(timing.seed)
+        weights, outputs = chain_weights(sets[0][1]), timing.outputs
+        for o, (_, k, *_) in zip(outputs, sets[1:], strict=False):
+            chain(o, k, weights)
+        self._judge(sets, outputs)
+        if timing.unchained:
+            chain(outputs[-1], sets[0][1], weights)
+            self._judge([sets[n] for n in timing.unchained], [*timing.unchained.values()])
+        for again in timing.again:
+            set_signs(sets[again.call][1], weights, again.before)
+            self._judge([sets[again.call]], [again.output])
+
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
-        """Judge some rows of every output.
-
-        For attention, the rows are drawn for each sample, the first and the last most often, and
-        the head and the batch entry for each output. For decode, as many pairs of a head and a
-        batch entry are judged.
-        """
-        case, spec, device = self.numbers.case, self.runner.spec, self.runner.device
-        is_causal, each, rows = False, min(ROWS, case.batch * case.num_heads), slice(None)
-        if isinstance(case, Case):
-            count = min(ROWS, case.seqlen)
-            first = min(max(0, secrets.randbelow(case.seqlen + count) - count), case.seqlen - count)
-            is_causal, each, rows = case.is_causal, 1, slice(first, first + count)
-        keys = slice(rows.stop if is_causal else None)
-        drawn = [
-            (place, secrets.randbelow(case.batch), secrets.randbelow(case.num_heads))
-            for place in range(len(sets))
-            for _ in range(each)
-        ]
-
-        def of_all(tensors: Sequence[Tensor], part: slice) -> Tensor:
-            found = [tensors[place][entry, part, [head]] for place, entry, head in drawn]
-            return torch.stack(found).to(device)
-
-        q, k, v, *seqlens = zip(*sets, strict=True)
-        lengths = [
-            torch.stack([x[place][entry] for place, entry, _ in drawn]).to(device) for x in seqlens
-        ]
-        right = truth(
-            of_all(q, rows),
-            of_all(k, keys),
-            of_all(v, keys),
-            case.softmax_scale,
-            is_causal,
-            *lengths,
+        """Judge some rows of timed calls: of a head, or for decode of all heads."""
+        case, runner = self.numbers.case, self.runner
+        each = 1 if isinstance(case, Case) else case.batch * case.num_heads
+        verdict = judge_rows(
+            runner, case, sets, outputs, secrets.randbelow, each=each, device=runner.device
         )
-        precision = spec.precisions[dtype_name(case.dtype)]
-        verdict = right.judge(of_all(outputs, rows), precision, spec.error_slack)
         if not verdict.passed:
             raise RejectedTimeError(f"the timed outputs are wrong: {verdict}")
 

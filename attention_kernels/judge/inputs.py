@@ -20,6 +20,9 @@ Timed = Literal[
     "peaky", "near-equal keys", "one-hot keys", "heavy-tailed", "trained", "uniform", "large mean"
 ]
 Kind = Literal["normal", "offset", "equal"] | Extreme | Timed
+# How a call is made: as a user's own code would, as a server would, on a stream of its own, or in a
+# CUDA graph.
+Context = Literal["plain", "no_grad", "inference_mode", "stream", "graph"]
 # The size of the values where a kernel must not look: finite, even when multiplied by 8.
 LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 
@@ -46,6 +49,7 @@ class Case:
     """The memory layout of q, k and v; see arrange()."""
     group: int = 1
     """The number of query heads per key head; num_heads counts those of k and v."""
+    context: Context = "plain"
 
     @property
     def work(self) -> float:
@@ -68,7 +72,7 @@ class Case:
         layout = "" if self.layout == "fused" else f"{self.layout} layout, "
         return (
             f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, "
-            f"{_heads(self)}, {kind}, {_values(self)}{layout}"
+            f"{_heads(self)}, {kind}, {_values(self)}{layout}{_context(self)}"
             f"{dtype_name(self.dtype)}, seed {self.seed}"
         )
 
@@ -93,6 +97,7 @@ class DecodeCase:
     """The kind of values; see of_kind()."""
     group: int = 1
     """The number of query heads per key head; num_heads counts those of the cache."""
+    context: Context = "plain"
 
     @property
     def batch(self) -> int:
@@ -128,7 +133,7 @@ class DecodeCase:
         return (
             f"decode, head_dim {self.head_dim}, {_heads(self)}, "
             f"lengths {lengths} of {self.max_seqlen}, {_values(self)}{self.layout} layout, "
-            f"{dtype_name(self.dtype)}, seed {self.seed}"
+            f"{_context(self)}{dtype_name(self.dtype)}, seed {self.seed}"
         )
 
 
@@ -140,6 +145,10 @@ def _values(case: Case | DecodeCase) -> str:
     softmax = "" if case.softmax_scale is None else f"softmax_scale {case.softmax_scale}, "
     kind = "" if case.kind == "normal" else f"{case.kind} values, "
     return f"scale {case.scale}, {softmax}{kind}"
+
+
+def _context(case: Case | DecodeCase) -> str:
+    return "" if case.context == "plain" else f"context {case.context}, "
 
 
 def own_seed(case: Case | DecodeCase) -> int:
@@ -169,7 +178,7 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     These are timed, too. peaky: eight times as large. near-equal keys: they differ by a thousandth.
     one-hot keys: one number of each is multiplied by 8, and the others but the first are 0.
     heavy-tailed: cubes. trained: like a trained GPT-2, with small values, one column of k far from
-    zero, and a first key that many queries attend to. large mean: that of v is 8, that of k is 1.
+    zero, and a first key that all queries attend to. large mean: that of v is 8, that of k is 1.
     """
     v, half = qkv[:, :, 2], qkv.shape[1] // 2
     if kind == "offset":
@@ -199,7 +208,7 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
 
 
 def _of_timed_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
-    _, k, v = qkv.unbind(2)
+    q, k, v = qkv.unbind(2)
     if kind == "peaky":
         qkv *= 8.0
     elif kind == "near-equal keys":
@@ -212,7 +221,8 @@ def _of_timed_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
         qkv.pow_(3).mul_(15**-0.5 / scale**2)
     elif kind == "trained":
         v *= 0.3
-        k[..., -1] += 6.0
+        k[..., -1] += 6.0 * scale
+        q[..., -1] += 3.0 * scale
         k[:, 0] *= 4.0
         v[:, 0] *= 0.1
     elif kind == "uniform":

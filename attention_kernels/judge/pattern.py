@@ -81,6 +81,7 @@ def _facts(case: Case | DecodeCase) -> _Facts:
         "dtype": dtype_name(case.dtype),
         "layout": f"{case.layout} layout",
         "kind": f"{case.kind} values",
+        "context": f"context {case.context}",
         "scale": f"scale {case.scale}",
         "softmax_scale": "default" if case.softmax_scale is None else str(case.softmax_scale),
     }

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -31,9 +33,26 @@ from attention_kernels.registry import BackendSpec
 
 TIMEOUT_S = 300.0  # for one request
 # Timed calls are repeated for this long by the judge's own clock: more than ten times
-# clock.ANSWER_S. No call takes less than LEAST_CALL_S, whatever its worker answers.
-REPEATED_S, LEAST_CALL_S = {"cuda": 0.02, "cpu": 0.5}, 1e-6
+# clock.ANSWER_S.
+REPEATED_S = {"cuda": 0.02, "cpu": 0.5}
+# How many of the repeated calls are made again in a sample; how many times, if the output differs.
+CHECKED, ALIKE = 4, 4
 _WRONG_FACTS = msgspec.DecodeError, ValueError
+
+
+class RejectedTimeError(AttentionError):
+    """A measured time that does not count; the text is the rule that it broke, with its figures."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """One of the repeated calls, made once more."""
+
+    call: int
+    """Its set of inputs."""
+    before: int
+    """The total_of() the output before it, as the worker told it when the clock had stopped."""
+    output: Tensor
 
 
 @dataclass(frozen=True)
@@ -42,9 +61,14 @@ class Timing:
 
     seed: int
     """The seed of the factors by which the inputs were multiplied when the clock had started."""
-    checksum: int
-    """The checksum of the outputs that came when the clock stopped."""
     outputs: list[Tensor]
+    """Of the calls with new numbers."""
+    unchained: dict[int, Tensor]
+    """Some outputs of calls without the chain."""
+    again: list[Again]
+    """Some of the repeated calls."""
+    is_reproducible: bool
+    """Whether those had the same output as before."""
     once: float
     """By the worker's clock, with numbers that it saw for the first time."""
     once_outside: float
@@ -117,39 +141,93 @@ class Runner:
         self.send(request)
         return self.receive()
 
-    def time(self, request: calls.Request) -> Timing:
+    def time(self, request: calls.Request, passes: int = 1) -> Timing:
         """Time the calls of a request once and then several times, by two clocks.
 
         The factors by which the inputs are multiplied come with the word to start, so the worker
-        cannot compute an output earlier. Raises the errors of receive().
+        cannot compute an output earlier. With the word that they have ended come sums that bind all
+        outputs: of the repeated calls, which each follow from the one before, some are made again.
+        passes: a guess of how many last REPEATED_S. Raises RejectedTimeError if outputs are not as
+        promised, and the errors of receive().
         """
         self.send(request)
         self._reply()
-        seed = secrets.randbelow(2**62)
+        seed, count = secrets.randbelow(2**62), len(request.calls.order)
         once, once_outside = self._timed(calls.Start(seed))
-        self._timed(calls.HandOver())
-        outputs, _ = request.outputs(self._taken.tensor)
-        least, passes = REPEATED_S[self.device], 1
-        most = math.ceil(least / LEAST_CALL_S / len(outputs))
-        often, often_outside = self._timed(calls.Repeat(passes))
-        while often_outside < least and passes < most:
-            passes = min(math.ceil(passes * 1.1 * least / often_outside), most)
-            often, often_outside = self._timed(calls.Repeat(passes))
-        unchained_outside = often_outside
+        outputs = self._handed_over(range(count))
+        unchained, unchained_s = dict[int, Tensor](), 0.0
         if self.device == "cuda":
             self._timed(calls.Repeat(1, chained=False))  # captures a graph
-            _, unchained_outside = self._timed(calls.Repeat(passes, chained=False))
+            passes, _, unchained_s = self._often(calls.Repeat(passes, chained=False), count)
+            drawn = random.sample(range(count), min(CHECKED, count))
+            unchained = dict(zip(drawn, self._handed_over(drawn), strict=True))
+        passes, often, often_s = self._often(calls.Repeat(passes), count)
+        again, is_reproducible = self._again(passes)
         return Timing(
             seed=seed,
-            checksum=once.checksum,
             outputs=outputs,
-            once=once.seconds,
+            unchained=unchained,
+            again=again,
+            is_reproducible=is_reproducible,
+            once=once,
             once_outside=once_outside,
-            often=often.seconds / passes,
-            often_outside=often_outside / passes,
-            unchained_outside=unchained_outside / passes,
+            often=often,
+            often_outside=often_s,
+            unchained_outside=unchained_s or often_s,
             passes=passes,
         )
+
+    def _often(self, message: calls.Repeat, count: int) -> tuple[int, float, float]:
+        """Repeat timed calls for REPEATED_S.
+
+        Returns the number of passes, the worker's seconds of a pass, and the judge's.
+        """
+        least, passes = REPEATED_S[self.device], message.passes
+        most = calls.MOST_REPEATED // count
+        often, outside = self._timed(message)
+        while outside < least and passes < most:
+            passes = min(math.ceil(passes * 1.1 * least / outside), most)
+            often, outside = self._timed(calls.Repeat(passes, message.chained))
+        return passes, often / passes, outside / passes
+
+    def _handed_over(self, which: Sequence[int]) -> list[Tensor]:
+        """Return outputs of timed calls, whose row_sums() came when the clock stopped."""
+        request, taken = self._request, self._taken.tensor
+        promised = torch.split(request.calls.sums(taken).clone(), request.calls.rows)
+        self._timed(calls.HandOver([*which]))
+        outputs = [request.output(taken, call) for call in which]
+        for call, o in zip(which, outputs, strict=True):
+            if not torch.equal(calls.row_sums([o]), promised[call]):
+                raise RejectedTimeError("the timed outputs changed after the clock had stopped")
+        return outputs
+
+    def _again(self, passes: int) -> tuple[list[Again], bool]:
+        """Make some of the repeated calls again, whose totals came when the clock stopped.
+
+        Returns them, and whether all were the same; raises RejectedTimeError if one is always
+        another than it was.
+        """
+        request, taken = self._request, self._taken.tensor
+        count = len(request.calls.order)
+        totals = request.calls.sums(taken, passes * count).tolist()
+        found: list[Again] = []
+        for n in (1 + secrets.randbelow(len(totals) - 1) for _ in range(CHECKED)):
+            call, seen = n % count, set[int]()
+            for _ in range(ALIKE):
+                self._timed(calls.Again(call, totals[n - 1]))
+                o = request.output(taken, call)
+                seen.add(int(calls.total_of(o)))
+                if totals[n] in seen:
+                    break
+            found.append(Again(call, totals[n - 1], o))
+            if totals[n] not in seen:
+                if len(seen) == 1:
+                    raise RejectedTimeError(
+                        f"repeated call {n} of {len(totals)} had another output than the same call "
+                        "has when it is made again"
+                    )
+                return found, False
+        return found, True
 
     def rest(self) -> None:
         """Stop its process, if it has one, until the next request."""
@@ -157,12 +235,12 @@ class Runner:
     def close(self) -> None:
         """End its process, if it has one."""
 
-    def _timed(self, message: calls.Message) -> tuple[calls.Reply, float]:
-        """Send a message; return the reply and the seconds until it came."""
+    def _timed(self, message: calls.Message) -> tuple[float, float]:
+        """Send a message; return the worker's seconds, and the seconds until its reply."""
         started = time.perf_counter()
         self._say(message)
         reply = self._reply()
-        return reply, time.perf_counter() - started
+        return reply.seconds, time.perf_counter() - started
 
     def _reply(self) -> calls.Reply:
         """Return the reply to the last message; raises the error that it reports."""

@@ -19,10 +19,10 @@ from attention_kernels import registry
 from attention_kernels.errors import AttentionError
 from attention_kernels.judge import suite
 from attention_kernels.judge.calls import describe_error
-from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
+from attention_kernels.judge.clock import Clock, Numbers
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import KERNEL_ERRORS, judged, run_check, verify
-from attention_kernels.judge.worker import open_runner
+from attention_kernels.judge.worker import RejectedTimeError, open_runner
 from attention_kernels.ladder import compilers
 from gpt2_infer.bench.kernels import Kernels
 from gpt2_infer.bench.record import KernelCell

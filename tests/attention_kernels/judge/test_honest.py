@@ -65,7 +65,7 @@ def test_no_false_alarm(monkeypatch):
 def test_keys_that_a_row_does_not_see_change_nothing(kernel):
     for dtype in kernel.dtypes:
         case = Case(65, 32, dtype=dtype)
-        assert run_check(kernel.runner, leaks(case, [41])) is None
+        assert run_check(kernel.runner, leaks(kernel.runner, case, [41])) is None
 
 
 def kernels(*names):
