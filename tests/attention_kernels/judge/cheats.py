@@ -84,15 +84,18 @@ def cheat(
     op: str = "attention",
     wrong: Callable[[Any], bool] = lambda _: True,
     slow: bool = False,
+    on: tuple[str, ...] = (),
     **fields: Any,
 ) -> Callable[[Any], Any]:
+    """Add a row. on: by the clock, both devices; else the CPU, if nothing else is said."""
+
     def add(function: Any) -> Any:
         def make() -> Kernels:
             kernel = function if inspect.signature(function).parameters else function()
             return Kernels(right, kernel) if op == "decode" else Kernels(kernel)
 
-        on = ("cpu", "cuda") if by == "clock" else ("cpu",)
-        row = Cheat(function.__name__, inspect.getdoc(function) or "", caught, by, on, make)
+        devices = on or (("cpu", "cuda") if by == "clock" else ("cpu",))
+        row = Cheat(function.__name__, inspect.getdoc(function) or "", caught, by, devices, make)
         CHEATS.append(dataclasses.replace(row, wrong=wrong, slow=slow, fields=fields))
         return function
 
@@ -532,10 +535,30 @@ def is_wrong_with_many_threads(q, k, v, scale, causal):
     return right(q, k, v, scale, causal) * (1.001 if torch.get_num_threads() > 4 else 1)
 
 
-@cheat("thread", slow=True)
+@cheat("error", slow=True, on=("cpu", "cuda"))
 def is_wrong_in_inference_mode(q, k, v, scale, causal):
     """It is wrong in inference mode."""
     return right(q, k, v, scale, causal) * (1.001 if torch.is_inference_mode_enabled() else 1)
+
+
+@cheat("error")
+def is_wrong_without_gradients(q, *others):
+    """It is wrong under torch.no_grad(), which is not inference mode."""
+    return right_if(torch.is_grad_enabled() or torch.is_inference_mode_enabled(), q, *others)
+
+
+@cheat("error|not finite|two runs|change earlier rows", on=("cuda",), cuda_graphs=False)
+def ignores_the_callers_stream(q, k, v, scale, causal):
+    """It works on the default stream, whichever the caller's is."""
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        return right(q, k, v, scale, causal)
+
+
+@cheat("error", on=("cuda",))
+def is_wrong_in_a_graph_of_another_shape(q, *others):
+    """It is wrong in a CUDA graph, except for the shape that is timed."""
+    is_timed_shape = q.shape[1:3] == (1024, 12)
+    return right_if(is_timed_shape or not torch.cuda.is_current_stream_capturing(), q, *others)
 
 
 # Decode
@@ -580,6 +603,44 @@ def decode_clears_the_cache_past_the_lengths(q, k, v, seqlens, scale):
 def decode_takes_the_cache_to_be_contiguous(q, k, v, seqlens, scale):
     """It takes the cache to be contiguous."""
     return right_decode(q, k.as_strided(k.shape, k[:].contiguous().stride()), v, seqlens, scale)
+
+
+@cheat("error", op="decode", wrong=lambda c: c.op == "decode" and room(c) >= 64)
+def decode_is_wrong_in_a_roomy_cache(q, k, v, seqlens, scale):
+    """It is wrong if a cache has many rows past its longest sequence, as when it is made once."""
+    o = right_decode(q, k, v, seqlens, scale)
+    return o * 1.001 if k.shape[1] - int(seqlens.max()) >= 64 else o
+
+
+def room(case):
+    return case.max_seqlen - max(case.lengths)
+
+
+@cheat("^one row changed", op="decode", wrong=lambda c: c.op == "decode", slow=True)
+def decode_copies_only_the_new_rows():
+    """It keeps a copy of the cache, to which it adds a row of each if all have grown by one."""
+    kept = {}
+
+    def kernel(q, k, v, seqlens, scale):
+        key, at = (k.data_ptr(), k.shape), (torch.arange(len(k)), seqlens.long() - 1)
+        lengths, *copies = kept.get(key, (seqlens, k, v))
+        if torch.equal(lengths + 1, seqlens):
+            for copy, cache in zip(copies, (k, v), strict=True):
+                copy[at] = cache[at]
+        else:
+            copies = [k.clone(), v.clone()]
+        kept.clear()
+        kept[key] = seqlens.clone(), *copies
+        return right_decode(q, *copies, seqlens, scale)
+
+    return kernel
+
+
+@cheat("error", op="decode", on=("cuda",))
+def decode_is_wrong_in_a_graph(q, k, v, seqlens, scale):
+    """It is wrong in a CUDA graph."""
+    o = right(q, k, v, scale, False, seqlens)
+    return o * 1.001 if torch.cuda.is_current_stream_capturing() else o
 
 
 # What cases have in common
@@ -633,6 +694,64 @@ def keeps_long_results_by_address_and_shape():
         return memo[key].clone()
 
     return kernel
+
+
+@cheat("^one row changed")
+def knows_the_first_token():
+    """It returns the earlier result of a call with the same shape and the same first row."""
+    memo: dict[Any, torch.Tensor] = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = q.shape, scale, causal, *(x[:, 0].numpy().tobytes() for x in (q, k, v))
+        if key not in memo:
+            memo[key] = right(q, k, v, scale, causal)
+        return memo[key].clone()
+
+    return kernel
+
+
+# Calls of a model whose sizes a suite may leave out
+
+
+@cheat("error", wrong=lambda c: c.num_heads >= 5 and c.seqlen > 700, head_dims=(64,), slow=True)
+def is_wrong_for_gpt2_past_700_tokens(q, *others):
+    """It is wrong in calls that cost more than a suite likes to spend: GPT-2 near its context."""
+    return right_if(q.shape[2] < 5 or q.shape[1] <= 700, q, *others)
+
+
+@cheat(
+    "error",
+    wrong=lambda c: c.num_heads >= 5 and 700 < c.seqlen < 1024,
+    on=("cuda",),
+    head_dims=(64,),
+)
+def is_wrong_for_gpt2_except_at_its_context(q, *others):
+    """The same, but right at the length that is timed."""
+    return right_if(q.shape[2] < 5 or not 700 < q.shape[1] < 1024, q, *others)
+
+
+@cheat("error", wrong=lambda c: c.seqlen in (512, 768, 1024), head_dims=(64,), slow=True)
+def is_wrong_at_multiples_of_256(q, *others):
+    """It is wrong at some long whole tiles, one of which is GPT-2's context."""
+    return right_if(q.shape[1] not in (512, 768, 1024), q, *others)
+
+
+@cheat("error", wrong=lambda c: c.batch in (96, 192, 256), head_dims=(64,), slow=True)
+def is_wrong_for_large_batches(q, *others):
+    """It is wrong for some large batches."""
+    return right_if(q.shape[0] not in (96, 192, 256), q, *others)
+
+
+@cheat(
+    "error",
+    wrong=lambda c: c.is_causal and c.batch == 1 and c.num_heads == 12 and 258 <= c.seqlen <= 512,
+    head_dims=(64,),
+    slow=True,
+)
+def is_wrong_for_gpt2s_usual_prompt(q, k, v, scale, causal):
+    """It is wrong for one causal prompt of 258 to 512 tokens with 12 heads."""
+    is_usual = causal and q.shape[0] == 1 and q.shape[2] == 12 and 258 <= q.shape[1] <= 512
+    return right_if(not is_usual, q, k, v, scale, causal)
 
 
 # What it says of itself
@@ -793,6 +912,90 @@ def works_after_the_clock_has_stopped():
             super().hand_over(block)
 
     return with_timed_calls(Late)
+
+
+def sum_of_bits(outputs):
+    return sum(int(o.view(torch.int32).sum(dtype=torch.int64)) for o in outputs)
+
+
+def settle(o, missing):
+    """Change a few rows of a head so that the sum of an output's bits grows by `missing`."""
+    rows = o.view(torch.int32)[0, len(o[0]) // 4 :, 0]
+    for count in range(1, len(rows) + 1):
+        some = rows[:count]
+        each, more = divmod(missing + int(some.sum(dtype=torch.int64)), some.numel())
+        if abs(each) < 2**31 - 1:
+            numbers = torch.full(some.shape, each, dtype=torch.int32)
+            numbers.view(-1)[:more] += 1
+            some.copy_(numbers)
+            return
+
+
+@cheat("changed after the clock had stopped", by="clock")
+def promises_a_checksum_and_works_later():
+    """It answers with a checksum that it has chosen, and works when its outputs are taken.
+
+    A few rows, which are most likely not judged, then get numbers that make the checksum true.
+    """
+
+    class Promising:
+        promised = None
+
+        def renew(self, on_host):
+            super().renew(on_host)
+            super().run()  # on the numbers without their factors
+            self.promised = sum_of_bits(self._outputs)
+            super().renew(on_host)
+
+        def run(self, passes=1, *, chained=True):
+            if self.promised is None:
+                return super().run(passes, chained=chained)
+            time.sleep(1e-3 * passes)
+            return 1e-3 * passes
+
+        def checksum(self):
+            return self.promised
+
+        def hand_over(self, block):
+            super().run()
+            settle(self._outputs[-1], self.promised - sum_of_bits(self._outputs))
+            super().hand_over(block)
+
+    return with_timed_calls(Promising, right)
+
+
+@cheat("outputs are wrong", by="clock", on=("cpu",))  # on CUDA the first calls count
+def keeps_results_when_calls_are_repeated():
+    """It keeps results by all numbers but those whose signs the chain sets."""
+    memo = {}
+
+    def kernel(q, k, v, scale, causal):
+        seen, key = (q, v, k[..., 1:]), q.data_ptr()
+        if key not in memo or not all(map(torch.equal, seen, memo[key])):
+            memo[key] = *(x.clone() for x in seen), right(q, k, v, scale, causal)
+        return memo[key][-1].clone()
+
+    return kernel
+
+
+@cheat("outputs are wrong", by="clock")
+def leaves_out_the_chain_when_calls_are_repeated():
+    """The judge still subtracts what the chain takes."""
+
+    class Loose:
+        def run(self, passes=1, *, chained=True):
+            return super().run(passes, chained=chained and passes == 1)
+
+    return with_timed_calls(Loose, right)
+
+
+@cheat("outputs are wrong", by="clock")
+def does_nothing_when_calls_may_overlap(q, k, v, scale, causal):
+    """It works only in the pass with the chain; the time without is shown, too."""
+    passes = (x.frame.f_locals for x in inspect.stack() if x.function == "one_pass")
+    if next(passes, {}).get("chained", True):
+        return right(q, k, v, scale, causal)
+    return torch.empty(q.shape, device=q.device)
 
 
 @cheat("the clocks disagree|beneath what the device can do", by="clock")

@@ -146,6 +146,12 @@ cuda(
     **BOTH,
 )
 cuda("forgets_a_barrier", "It reads a tile before all of it is there.", ERROR, on=("cpu",))
+cuda(
+    "hides_its_race",
+    "It adds atomically only in the build that looks for races.",
+    f"race: |{ERROR}|two runs",
+    **SLOW,
+)
 
 # Headers that lie
 cuda(
