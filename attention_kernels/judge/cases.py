@@ -54,7 +54,8 @@ SOFTMAX_SCALES = (None, (0.02, 1.0), (1.0, 50.0), 0.0, (-50.0, -0.02))
 # are larger by the second factor in trained values.
 LARGEST_SOFTMAX_SCALE, OF_TRAINED = 64.0, 1 / 16
 NUMBERS: tuple[tuple[Kind, float, float], ...] = (
-    ("normal", 0.02, 0.8),
+    ("normal", 0.02, 0.2),
+    ("normal", 0.2, 0.8),
     ("normal", 0.8, 2.0),
     ("normal", 2.0, 8.0),
     ("offset", 0.3, 3.0),

@@ -166,6 +166,8 @@ class Clock:
         found = self.runner.time(request, self._timings[-1].passes if self._timings else 1)
         self._timings.append(found)
         self._judge_all(request, found)
+        if found.fault:
+            raise RejectedTimeError(found.fault)
         seconds = found.once
         if device == "cpu":
             seconds = found.often_outside

@@ -272,7 +272,7 @@ def changed(runner: Runner, case: Case | DecodeCase) -> Steps:
     inputs, others = (dataclasses.replace(case, seed=case.seed + n).inputs("cpu") for n in (0, 1))
     for step, rows in enumerate(([], [*range(case.seqlen)], [drawn], [last])):
         for x, other in zip(inputs[1:3], others[1:3], strict=True):
-            x[:, rows] = other[:, rows]
+            x[:, rows] = other[:, rows] - x[:, rows]
         for lengths in inputs[3:]:
             lengths.fill_(case.seqlen - 3 + step)
         request = Request.of(case, [inputs], place=_place(case))

@@ -616,7 +616,7 @@ def room(case):
     return case.max_seqlen - max(case.lengths)
 
 
-@cheat("^one row changed", op="decode", wrong=lambda c: c.op == "decode", slow=True)
+@cheat("^rows changed", op="decode", wrong=lambda c: c.op == "decode", slow=True)
 def decode_copies_only_the_new_rows():
     """It keeps a copy of the cache, to which it adds a row of each if all have grown by one."""
     kept = {}
@@ -696,7 +696,7 @@ def keeps_long_results_by_address_and_shape():
     return kernel
 
 
-@cheat("^one row changed")
+@cheat("^rows changed")
 def knows_the_first_token():
     """It returns the earlier result of a call with the same shape and the same first row."""
     memo: dict[Any, torch.Tensor] = {}
@@ -780,6 +780,16 @@ def says_that_it_is_emulated_and_is_wrong_late():
 def says_that_it_is_compiled_for_each_shape(q, k, v, scale, causal):
     """It is wrong at every second length above those of repeated calls."""
     return right_if(q.shape[1] <= 160 or q.shape[1] % 2 == 0, q, k, v, scale, causal)
+
+
+@cheat("error", slow=True)
+def takes_the_first_key_for_all(q, k, v, scale, causal):
+    """Where a head mostly attends to its first key, as in GPT-2, it ignores the others."""
+    later, n = slice(q.shape[1] // 2, None), q.shape[1] // 2
+    scores = (q[:, later].transpose(1, 2) @ k[:, : n + 1].permute(0, 2, 3, 1)) * scale
+    weights = scores.softmax(3)[..., 0].mean(2)  # (batch, heads)
+    o = right(q, k, v, scale, causal)
+    return o.where((weights < 0.6)[:, None, :, None], v[:, :1])
 
 
 # While it is timed
@@ -888,12 +898,12 @@ def works_before_the_clock_starts():
         def renew(self, on_host):
             super().renew(on_host)
             super().run()
-            self.kept = [*self._outputs]
+            self.kept = [*self.outputs]
 
         def run(self, passes=1, *, chained=True):
             if not hasattr(self, "kept"):
                 return super().run()
-            self._outputs = self.kept
+            self.outputs = self.kept
             return 1e-4 * passes
 
     return with_timed_calls(Early)
@@ -905,61 +915,34 @@ def works_after_the_clock_has_stopped():
 
     class Late:
         def run(self, passes=1, *, chained=True):
-            return 1e-4 * passes if self._outputs else super().run()
+            return 1e-4 * passes if self.outputs else super().run()
 
-        def hand_over(self, block):
+        def hand_over(self, block, calls):
             super().run()
-            super().hand_over(block)
+            super().hand_over(block, calls)
 
     return with_timed_calls(Late)
 
 
-def sum_of_bits(outputs):
-    return sum(int(o.view(torch.int32).sum(dtype=torch.int64)) for o in outputs)
-
-
-def settle(o, missing):
-    """Change a few rows of a head so that the sum of an output's bits grows by `missing`."""
-    rows = o.view(torch.int32)[0, len(o[0]) // 4 :, 0]
-    for count in range(1, len(rows) + 1):
-        some = rows[:count]
-        each, more = divmod(missing + int(some.sum(dtype=torch.int64)), some.numel())
-        if abs(each) < 2**31 - 1:
-            numbers = torch.full(some.shape, each, dtype=torch.int32)
-            numbers.view(-1)[:more] += 1
-            some.copy_(numbers)
-            return
-
-
 @cheat("changed after the clock had stopped", by="clock")
-def promises_a_checksum_and_works_later():
-    """It answers with a checksum that it has chosen, and works when its outputs are taken.
-
-    A few rows, which are most likely not judged, then get numbers that make the checksum true.
-    """
+def promises_sums_and_works_later():
+    """It answers with sums of other outputs, and works when its outputs are taken."""
 
     class Promising:
-        promised = None
-
         def renew(self, on_host):
             super().renew(on_host)
             super().run()  # on the numbers without their factors
-            self.promised = sum_of_bits(self._outputs)
-            super().renew(on_host)
+            self.promised = self.outputs
 
         def run(self, passes=1, *, chained=True):
-            if self.promised is None:
-                return super().run(passes, chained=chained)
-            time.sleep(1e-3 * passes)
+            if not hasattr(self, "promised"):
+                return super().run()
+            self.outputs = self.promised
             return 1e-3 * passes
 
-        def checksum(self):
-            return self.promised
-
-        def hand_over(self, block):
+        def hand_over(self, block, calls):
             super().run()
-            settle(self._outputs[-1], self.promised - sum_of_bits(self._outputs))
-            super().hand_over(block)
+            super().hand_over(block, calls)
 
     return with_timed_calls(Promising, right)
 
@@ -978,18 +961,37 @@ def keeps_results_when_calls_are_repeated():
     return kernel
 
 
-@cheat("outputs are wrong", by="clock")
+@cheat("has another output when it is made again", by="clock")
 def leaves_out_the_chain_when_calls_are_repeated():
     """The judge still subtracts what the chain takes."""
 
     class Loose:
-        def run(self, passes=1, *, chained=True):
-            return super().run(passes, chained=chained and passes == 1)
+        def repeat(self, passes):
+            seconds = super().run(passes, chained=False)
+            return seconds, totals_of(self.outputs).repeat(passes)
 
     return with_timed_calls(Loose, right)
 
 
-@cheat("outputs are wrong", by="clock")
+@cheat("has another output when it is made again|beneath what", by="clock")
+def makes_only_the_last_of_the_repeated_passes():
+    """It tells the judge sums that it has made up."""
+
+    class Lazy:
+        def repeat(self, passes):
+            seconds = super().run()
+            return seconds, totals_of(self.outputs).repeat(passes)
+
+    return with_timed_calls(Lazy, right)
+
+
+def totals_of(outputs):
+    from attention_kernels.judge.calls import total_of
+
+    return torch.stack([*map(total_of, outputs)])
+
+
+@cheat("outputs are wrong", by="clock", on=("cuda",))
 def does_nothing_when_calls_may_overlap(q, k, v, scale, causal):
     """It works only in the pass with the chain; the time without is shown, too."""
     passes = (x.frame.f_locals for x in inspect.stack() if x.function == "one_pass")
@@ -999,15 +1001,12 @@ def does_nothing_when_calls_may_overlap(q, k, v, scale, causal):
 
 
 @cheat("the clocks disagree|beneath what the device can do", by="clock")
-def reports_less_once_and_keeps_the_results():
-    """It reports less of the calls that count, and works less when they are repeated."""
+def reports_less_once():
+    """It reports less of the calls that count."""
 
     class Less:
         def run(self, passes=1, *, chained=True):
-            if passes == 1:
-                return super().run() / 100
-            time.sleep(1e-4 * passes)
-            return 1e-4 * passes
+            return super().run(passes, chained=chained) / (100 if chained else 1)
 
     return with_timed_calls(Less)
 
@@ -1017,16 +1016,14 @@ def makes_its_own_times_vary():
     """Its own times vary so much that another clock seems to agree."""
 
     class Varied:
-        runs, samples = 9, 0
+        samples = 0
 
         def renew(self, on_host):
             super().renew(on_host)
-            self.runs, self.samples = 0, self.samples + 1
+            self.samples += 1
 
         def run(self, passes=1, *, chained=True):
-            self.runs += 1
-            factor = 1 if self.runs > 1 else 1e3 if self.samples == 1 else 5e-2
-            return super().run(passes, chained=chained) * factor
+            return super().run(passes, chained=chained) * (1e3 if self.samples == 1 else 5e-2)
 
     return with_timed_calls(Varied)
 
@@ -1036,24 +1033,23 @@ def hides_behind_its_own_noise():
     """Its calls are short, and its repeated times vary so much that any other seems to agree."""
 
     class Noisy:
-        repeats, is_first = 0, False
-
-        def multiply(self, seed):
-            super().multiply(seed)
-            self.is_first = True
+        repeats = 0
 
         def run(self, passes=1, *, chained=True):
+            return super().run(passes, chained=chained) * 1e-3
+
+        def repeat(self, passes):
+            seconds, totals = super().repeat(passes)
             self.repeats += 1
-            factor = 1e-3 if self.is_first else self.repeats % 3
-            self.is_first = False
-            return super().run(passes, chained=chained) * factor
+            return seconds * (self.repeats % 3), totals
 
     return with_timed_calls(Noisy, right)
 
 
 def timed_sets():
     """Return the inputs of all calls of a pass while it is timed."""
-    return next((x.frame.f_locals["sets"] for x in inspect.stack() if x.function == "one_pass"), [])
+    passes = (x.frame.f_locals["self"] for x in inspect.stack() if x.function == "one_pass")
+    return getattr(next(passes, None), "_sets", [])
 
 
 @cheat("the timed outputs are wrong|capture|CUDA error", by="clock")
@@ -1215,7 +1211,7 @@ def returns_zeros(q, k, v, scale, causal):
     return torch.zeros(q.shape)
 
 
-@cheat("not finite|two runs|error")
+@cheat("not finite|earlier rows|error")
 def returns_what_was_in_memory(q, k, v, scale, causal):
     """It frees a right output, which an oracle in its process would do, and allocates another."""
     shape = right(q, k, v, scale, causal).shape

@@ -37,7 +37,7 @@ def clock_of(timings, device="cuda", checks_s=1.5e-3):
     clock.numbers._checks_s, clock.numbers._chain_s = checks_s, 1e-5
     clock._timings = [
         Timing(
-            *(0, [], {}, [], True),
+            *(0, [], {}, [], True, ""),
             **{"unchained_outside": timing["often_outside"], "passes": 11, **timing},
         )
         for timing in timings
