@@ -224,18 +224,21 @@ class Clock:
     def _note(self) -> None:
         """Note the time of a call if calls overlap, or if it depends on the kind of numbers.
 
-        The times are those of repeated calls by the judge's clock. Repeated rounds of a kind show
+        The times are those of repeated calls: for the first by the judge's clock, and for the
+        second, on CUDA, by the worker's, which is more precise. Repeated rounds of a kind show
         their noise, without which times on a CPU say nothing.
         """
+        is_cuda = self.runner.device == "cuda"
         unchained = [timing.unchained_outside * 1e6 / self.numbers.sets for timing in self._timings]
         overlapping = statistics.median(unchained)
         chained = [self._us(timing.often_outside) for timing in self._timings]
+        often = [self._us(timing.often) for timing in self._timings] if is_cuda else chained
         if overlapping < OVERLAPS * statistics.median(chained):
             self.notes["overlapping_us"] = overlapping
         if not all(timing.is_reproducible for timing in self._timings):
             self.notes["is_reproducible"] = False
         by_kind: dict[str, list[float]] = {}
-        for number, us in enumerate(chained[1:], 2):  # the first sample is a warm-up
+        for number, us in enumerate(often[1:], 2):  # the first sample is a warm-up
             by_kind.setdefault(KINDS[number % len(KINDS)], []).append(us)
         times = {kind: statistics.median(found) for kind, found in by_kind.items()}
         fast, slow = (most(times, key=times.__getitem__) for most in (min, max))

@@ -122,7 +122,8 @@ class DecodeCase:
         qkv = of_kind(_normal(shape, own_seed(self)) * self.scale, self.kind, self.scale)
         q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
         for row, length in zip(qkv, self.lengths, strict=True):
-            row[length:] = row[length:].sign() * LARGE[self.dtype]
+            used = max(self.lengths) if "one row" in self.layout else length
+            row[used:] = row[used:].sign() * LARGE[self.dtype]
         _, k, v = arrange(qkv.to(device=device, dtype=self.dtype), self.layout, self.group)
         seqlens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens
