@@ -42,8 +42,8 @@ from pathlib import Path
 
 from attention_kernels import child
 
-LOADED = """attention_kernels.judge.server gpt2_infer.cli.verify gpt2_infer.bench.verdict
-gpt2_infer.bench.kernels"""
+LOADED = """gpt2_infer.cli.verify gpt2_infer.bench.verdict gpt2_infer.bench.kernels
+attention_kernels.judge.server"""
 PACKAGES = Path(child.__file__).parent, Path(__file__).parent
 # What libraries read when they are imported; the rest of the environment is the call's own.
 READ_EARLY = re.compile(
@@ -182,7 +182,6 @@ def serve(listening: int, name: str) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     for module in LOADED.split():
         importlib.import_module(module)
-    os.dup2(0, 2)
     gc.freeze()
     path, listener = Path(name), socket.socket(fileno=listening)
     until, wait_s = time.monotonic() + IDLE_S, min(LOOK_S, IDLE_S)
@@ -206,10 +205,10 @@ def _run(caller: socket.socket) -> int:
     """Run a call in this process, and return its exit status."""
     _, (request, folder, *streams), *_ = socket.recv_fds(caller, 1, 5)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.fchdir(folder)
+    child.start_server(fork=True)  # before it knows anything of the call, or has its streams
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    os.fchdir(folder)
-    child.start_server(fork=True)  # before it knows anything of the call
     with os.fdopen(request) as file:
         call = json.load(file)
     for fd in (folder, *streams):

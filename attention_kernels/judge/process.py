@@ -6,33 +6,36 @@ It is forked from a server that has torch imported.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import multiprocessing
 import os
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver, reduction
-from multiprocessing.connection import Connection
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from attention_kernels.child import end_with_parent, ending, start_server
 from attention_kernels.errors import AttentionError
 from attention_kernels.judge import isolation
-from attention_kernels.judge.calls import Reply
+from attention_kernels.judge.calls import Reply, plain
 
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
 LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
-LARGEST_MESSAGE = 2**20
-MESSAGE_S = 10.0  # for the rest of a message that has begun
+# A message to a process is in records of RECORD bytes, the last of which is shorter; an answer is
+# one record. A record arrives whole or not at all.
+RECORD, LARGEST_ANSWER = 2**16, 2**18
+MESSAGE_S = 10.0  # for a process to take a record
+LONGEST_LINE = 2**12
+_Kind = TypeVar("_Kind")
 
 
 class EndedError(AttentionError, RuntimeError):
@@ -50,11 +53,9 @@ class Process:
     def __init__(self, target: Callable[..., None], fds: Sequence[int], *arguments: Any) -> None:
         start_server()
         context = multiprocessing.get_context("forkserver")
-        self._connection, theirs = context.Pipe()
-        limit = struct.pack("@ll", int(MESSAGE_S), 0)
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
-            for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
-                ours.setsockopt(socket.SOL_SOCKET, way, limit)
+        self._connection, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST_ANSWER)
+        self._connection.settimeout(MESSAGE_S)
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
         arguments = target, theirs, len(fds), dict(os.environ), folder, *arguments
@@ -62,24 +63,33 @@ class Process:
         with _without_main_and_argv():
             self._process.start()
         theirs.close()
+        output, its_output = os.pipe()
         with contextlib.suppress(OSError):
-            for fd in (2, *fds):
-                reduction.send_handle(self._connection, fd, self._process.pid)
+            socket.send_fds(self._connection, [b" "], [its_output, *fds])
+        os.close(its_output)
+        self._forwarding = threading.Thread(target=_forward, args=[output], daemon=True)
+        self._forwarding.start()
 
     def say(self, message: bytes) -> None:
         """Send a message; whether it arrives, the next answer says. It continues if stopped."""
         self._signal(signal.SIGCONT)
+        message += b" " * (len(message) % RECORD == 0)
+        self._connection.settimeout(MESSAGE_S)
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(message)
+            for start in range(0, len(message), RECORD):
+                self._connection.send(message[start : start + RECORD])
 
     def answer(self, timeout_s: float) -> Reply:
         """Return the next answer; raises EndedError."""
+        self._connection.settimeout(timeout_s)
         try:
-            if not self._connection.poll(timeout_s):
-                self._kill()
-                raise EndedError(f"it did not end within {timeout_s:g} s")
-            return msgspec.json.decode(self._connection.recv_bytes(LARGEST_MESSAGE), type=Reply)
-        except (EOFError, OSError):
+            if record := self._connection.recv(LARGEST_ANSWER):
+                return decoded(record, Reply)
+            self._process.join(ENDING_TIMEOUT_S)
+        except TimeoutError:
+            self._kill()
+            raise EndedError(f"it did not end within {timeout_s:g} s") from None
+        except ConnectionError:
             self._process.join(ENDING_TIMEOUT_S)
         except msgspec.DecodeError:
             pass
@@ -97,6 +107,7 @@ class Process:
         """End it and the processes that it has started."""
         self._kill()
         self._process.join()
+        self._forwarding.join(ENDING_TIMEOUT_S)
         self._connection.close()
         self._folder.cleanup()
 
@@ -125,6 +136,30 @@ def _without_main_and_argv() -> Iterator[None]:
         sys.modules["__main__"], sys.argv = main, argv
 
 
+def decoded(message: bytes | str, kind: type[_Kind]) -> _Kind:
+    """Return what a process says, its text plain; raises msgspec.DecodeError."""
+    try:
+        return msgspec.convert(_plain(msgspec.json.decode(message)), kind)
+    except RecursionError as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def _plain(found: object) -> object:
+    """Make each text in a message one line, which looks like no other."""
+    if isinstance(found, dict):
+        return {key: _plain(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [*map(_plain, found)]
+    return plain(" ".join(found.split())) if isinstance(found, str) else found
+
+
+def _forward(output: int) -> None:
+    """Print what a process prints, until it and all that it has started have ended."""
+    with open(output, encoding="utf-8", errors="replace") as file:
+        for line in iter(lambda: file.readline(LONGEST_LINE), ""):
+            print(plain(line), file=sys.stderr)
+
+
 def shared_memory() -> int:
     """Return the descriptor of new shared memory, which no process can make smaller."""
     fd = os.memfd_create("attention", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -137,7 +172,7 @@ def shared_memory() -> int:
 
 def _begin(
     target: Callable[..., None],
-    connection: Connection,
+    connection: socket.socket,
     fds: int,
     environment: dict[str, str],
     folder: Path,
@@ -149,9 +184,13 @@ def _begin(
     # with the judge, unless this keeps it, and the system then ends this.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     end_with_parent()
-    stderr, *others = (reduction.recv_handle(connection) for _ in range(1 + fds))
-    os.dup2(stderr, 2)
-    os.dup2(2, 1)  # only the judge prints the verdict
+    _, (output, *others), *_ = socket.recv_fds(connection, 1, 1 + fds)
+    for standard in (1, 2):  # only the judge prints the verdict
+        os.dup2(output, standard)
+    os.close(output)
+    libc = ctypes.CDLL(None)
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)  # line by line
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the judge reports it
@@ -161,9 +200,17 @@ def _begin(
         threading.Thread(target=_die_with_parent, daemon=True).start()
 
     def answer(reply: Reply) -> None:
-        connection.send_bytes(msgspec.json.encode(reply))
+        connection.send(msgspec.json.encode(reply))
 
-    target(answer, connection.recv_bytes, enclose, *others, *arguments)
+    def wait() -> bytes:
+        message = b""
+        while len(message) % RECORD == 0:
+            if not (record := connection.recv(RECORD)):
+                os._exit(1)  # the judge has ended
+            message += record
+        return message
+
+    target(answer, wait, enclose, *others, *arguments)
 
 
 def _die_with_parent() -> None:

@@ -26,7 +26,13 @@ from attention_kernels import ladder, registry
 from attention_kernels.child import check_time_limit
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnknownBackendError
 from attention_kernels.judge import caller, calls, isolation, plugins
-from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process, shared_memory
+from attention_kernels.judge.process import (
+    LOADING_TIMEOUT_S,
+    EndedError,
+    Process,
+    decoded,
+    shared_memory,
+)
 from attention_kernels.registry import BackendSpec
 
 TIMEOUT_S = 300.0  # for one request
@@ -215,7 +221,7 @@ class Worker(Runner):
                 spec, decodes = known, known.version.role == "decode"
                 has = not decodes, decodes
             else:
-                described = msgspec.json.decode(self._loaded(what), type=plugins.Described)
+                described = decoded(self._loaded(what), plugins.Described)
                 spec, has = known or described.spec(), described.has
             super().__init__(spec, device, memory, has)
             self.not_isolated = isolation.missing()
