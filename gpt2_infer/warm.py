@@ -166,9 +166,17 @@ def _digest(*parts: object) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a socket's name: a server that ends takes every call that has begun."""
+    """Hold the lock of a socket's name: a server that ends takes every call that has begun.
+
+    A kernel's process may hold it, too: raises OSError after a second.
+    """
     with path.with_name("lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        for _ in range(100):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 
@@ -196,7 +204,7 @@ def serve(listening: int, name: str) -> int:
         elif not wait_s:
             return 0
         elif time.monotonic() >= until or not path.exists() or _packages() not in name:
-            with _locked(path):
+            with contextlib.suppress(OSError), _locked(path):
                 path.unlink(missing_ok=True)
             wait_s = 0.0  # calls that have come meanwhile are still served
 

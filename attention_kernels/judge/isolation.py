@@ -19,6 +19,7 @@ from pathlib import Path
 
 from attention_kernels.child import end_with_parent, ending
 from attention_kernels.errors import AttentionError
+from attention_kernels.ladder import build
 
 # Environment variables that name the caches of compilers that a kernel may come from.
 CACHES = """CUDA_CACHE_PATH CUPY_CACHE_DIR NUMBA_CACHE_DIR TORCHINDUCTOR_CACHE_DIR
@@ -48,10 +49,11 @@ mq_unlink 241 181 add_key 248 217 request_key 249 218 keyctl 250 219"""
 # Calls that do nothing and say that they have: they leave the process group, which is stopped and
 # killed as a whole, or change a file's mode, owner, dates or attributes, which landlock allows. So
 # ninja, ld and shutil work as usual. 0: aarch64 does not have the call.
-IGNORED = """setsid 112 157 setpgid 109 154 chmod 90 0 fchmod 91 52 fchmodat 268 53 fchmodat2 452 452
-chown 92 0 fchown 93 55 lchown 94 0 fchownat 260 54 utime 132 0 utimes 235 0 futimesat 261 0
-utimensat 280 88 setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 setxattrat 463 463 removexattr 197 14
-lremovexattr 198 15 fremovexattr 199 16 removexattrat 466 466 file_setattr 469 469"""
+IGNORED = """setsid 112 157 setpgid 109 154 chmod 90 0 fchmod 91 52 fchmodat 268 53 utime 132 0
+chown 92 0 fchown 93 55 lchown 94 0 fchownat 260 54 utimes 235 0 futimesat 261 0 fchmodat2 452 452
+utimensat 280 88 setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 setxattrat 463 463
+removexattr 197 14 lremovexattr 198 15 fremovexattr 199 16 removexattrat 466 466
+file_setattr 469 469"""
 
 NO_LANDLOCK = "this system has no landlock of Linux 6.2 or later, so it can write to your files"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -77,15 +79,13 @@ def enclose(folder: Path, caches: Path) -> None:
     os.environ |= {name: str(caches / name.lower()) for name in CACHES.split()}
     # Otherwise inductor compiles in a pool, whose locks are in /dev/shm.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    _check(_libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
-    if _landlock_version() >= LEAST_LANDLOCK:
-        _restrict_files(folder, caches)
+    _restrict_files(folder, caches)
     if _has_seccomp():
         _filter_calls()
 
 
 def apart(work: Callable[[], object]) -> str:
-    """Do work in a forked process, which this one's restrictions will not hold.
+    """Do work in a forked process, which may write in the cache of kernels only.
 
     Returns the text of its error, or "".
     """
@@ -97,7 +97,10 @@ def apart(work: Callable[[], object]) -> str:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return text or (f"its build {ending(code)}" if code else "")
     end_with_parent()
+    os.environ["TMPDIR"] = str(cache := build.cache_dir())
     try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _restrict_files(cache)
         work()
     except BaseException as error:
         os.write(writer, str(error).encode())
@@ -119,6 +122,9 @@ def _landlock_version() -> int:
 
 def _restrict_files(*writable: Path) -> None:
     """Allow reading except in /dev and /proc, where little is needed, and some writing."""
+    _check(_libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS, also for seccomp
+    if _landlock_version() < LEAST_LANDLOCK:
+        return
     roots = set(Path("/").iterdir()) - {Path("/dev"), Path("/proc")}
     devices = {path for name in DEVICES for path in Path("/dev").glob(name)}
     ruleset = _check(_libc.syscall(CREATE_RULESET, struct.pack("=Q", EVERYTHING), 8, 0))
@@ -173,14 +179,13 @@ def _rules() -> Iterator[tuple[int, int, Sequence[int], bool]]:
     any address, and a descriptor with an owner, or a terminal that is typed into, acts for others.
     """
     me = os.getpid()
-    mine, themselves = [(0, [me], True)], [(0, [0, me], True)]
+    mine = [(0, [me], True)]
     # SOCK_STREAM and SOCK_SEQPACKET, with SOCK_NONBLOCK and SOCK_CLOEXEC or without.
     connected = [kind + flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800)]
     special: dict[str, list[tuple[int, list[int], bool]]] = {
         "socket": [(0, [1], True), (1, connected, True)],  # AF_UNIX
         "socketpair": [(1, connected, True)],
-        "prlimit64": themselves,
-        **dict.fromkeys(("sched_setscheduler", "sched_setattr", "sched_setparam"), themselves),
+        "prlimit64": [(0, [0, me], True)],
         "setpriority": [(0, [os.PRIO_PROCESS], True), (1, [0, me], True)],
         "fcntl": [(1, [8, 10, 15], False)],  # F_SETOWN, F_SETSIG, F_SETOWN_EX
         # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX

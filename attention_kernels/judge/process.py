@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -33,9 +34,8 @@ LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
 # A message to a process is in records of RECORD bytes, the last of which is shorter; an answer is
 # one record. A record arrives whole or not at all.
 RECORD, LARGEST_ANSWER = 2**16, 2**18
-MESSAGE_S = 10.0  # for a process to take a record
-LONGEST_LINE = 2**12
-_Kind = TypeVar("_Kind")
+# In JSON, and in JSON in a text of it.
+_SPACE = re.compile(r"(?:\s|\\+(?:u[\da-fA-F]{4}|[bfnrt]))+")
 
 
 class EndedError(AttentionError, RuntimeError):
@@ -55,7 +55,7 @@ class Process:
         context = multiprocessing.get_context("forkserver")
         self._connection, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST_ANSWER)
-        self._connection.settimeout(MESSAGE_S)
+        self._connection.settimeout(ENDING_TIMEOUT_S)
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
         arguments = target, theirs, len(fds), dict(os.environ), folder, *arguments
@@ -74,7 +74,6 @@ class Process:
         """Send a message; whether it arrives, the next answer says. It continues if stopped."""
         self._signal(signal.SIGCONT)
         message += b" " * (len(message) % RECORD == 0)
-        self._connection.settimeout(MESSAGE_S)
         with contextlib.suppress(OSError):
             for start in range(0, len(message), RECORD):
                 self._connection.send(message[start : start + RECORD])
@@ -84,15 +83,13 @@ class Process:
         self._connection.settimeout(timeout_s)
         try:
             if record := self._connection.recv(LARGEST_ANSWER):
-                return decoded(record, Reply)
-            self._process.join(ENDING_TIMEOUT_S)
+                return decoded(record.decode("utf-8", "replace"), Reply)  # type: ignore[no-any-return]
         except TimeoutError:
             self._kill()
             raise EndedError(f"it did not end within {timeout_s:g} s") from None
-        except ConnectionError:
-            self._process.join(ENDING_TIMEOUT_S)
-        except msgspec.DecodeError:
+        except (ConnectionError, msgspec.DecodeError, RecursionError):
             pass
+        self._process.join(ENDING_TIMEOUT_S)
         status = self._process.exitcode
         self._kill()
         if status is None:
@@ -136,27 +133,18 @@ def _without_main_and_argv() -> Iterator[None]:
         sys.modules["__main__"], sys.argv = main, argv
 
 
-def decoded(message: bytes | str, kind: type[_Kind]) -> _Kind:
-    """Return what a process says, its text plain; raises msgspec.DecodeError."""
-    try:
-        return msgspec.convert(_plain(msgspec.json.decode(message)), kind)
-    except RecursionError as error:
-        raise msgspec.DecodeError(str(error)) from None
+def decoded(message: str, kind: Any) -> Any:
+    """Return what a process says, each text in it in one line without control characters.
 
-
-def _plain(found: object) -> object:
-    """Make each text in a message one line, which looks like no other."""
-    if isinstance(found, dict):
-        return {key: _plain(value) for key, value in found.items()}
-    if isinstance(found, list):
-        return [*map(_plain, found)]
-    return plain(" ".join(found.split())) if isinstance(found, str) else found
+    Raises msgspec.DecodeError or RecursionError.
+    """
+    return msgspec.json.decode(plain(_SPACE.sub(" ", message)), type=kind)
 
 
 def _forward(output: int) -> None:
     """Print what a process prints, until it and all that it has started have ended."""
     with open(output, encoding="utf-8", errors="replace") as file:
-        for line in iter(lambda: file.readline(LONGEST_LINE), ""):
+        for line in iter(lambda: file.readline(2**12), ""):
             print(plain(line), file=sys.stderr)
 
 
@@ -180,16 +168,14 @@ def _begin(
 ) -> None:
     """Set up a process of the judge's and run `target` in it, which has to call `enclose`."""
     os.setsid()  # what it starts is in its group, and is stopped and killed with it
-    # The judge may be killed while this is stopped, and the thread below with it. The server ends
-    # with the judge, unless this keeps it, and the system then ends this.
+    # The server ends with the judge, unless this keeps it, and the system then ends this.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     end_with_parent()
     _, (output, *others), *_ = socket.recv_fds(connection, 1, 1 + fds)
-    for standard in (1, 2):  # only the judge prints the verdict
-        os.dup2(output, standard)
-    os.close(output)
-    libc = ctypes.CDLL(None)
-    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)  # line by line
+    os.dup2(output, 2)
+    os.dup2(output, 1)  # only the judge prints the verdict
+    # Line by line.
+    (libc := ctypes.CDLL(None)).setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(environment)
@@ -197,7 +183,6 @@ def _begin(
 
     def enclose(caches: Path = folder) -> None:
         isolation.enclose(folder, caches)
-        threading.Thread(target=_die_with_parent, daemon=True).start()
 
     def answer(reply: Reply) -> None:
         connection.send(msgspec.json.encode(reply))
@@ -205,15 +190,7 @@ def _begin(
     def wait() -> bytes:
         message = b""
         while len(message) % RECORD == 0:
-            if not (record := connection.recv(RECORD)):
-                os._exit(1)  # the judge has ended
-            message += record
+            message += connection.recv(RECORD) or os._exit(1)  # the judge has ended
         return message
 
     target(answer, wait, enclose, *others, *arguments)
-
-
-def _die_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)

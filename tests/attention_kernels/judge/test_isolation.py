@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -108,6 +109,16 @@ def test_a_version_file_is_restricted_before_it_is_loaded():
     with contextlib.closing(Worker(str(version_file("v01_writes.cu", source)), "cpu")) as runner:
         assert run_check(runner, judged(runner, Case(8, 32))).passed
     assert not file.exists()
+
+
+@needs_landlock
+@needs_compiler
+def test_a_compiler_writes_in_the_cache_only(tmp_path):
+    flags = f"Flags:  -Xcompiler=-MMD,-MF,{tmp_path}/notes.txt"
+    source = re.sub("Flags: .*", flags, SOURCE)
+    with pytest.raises(UnavailableBackendError, match="notes.txt"):
+        Worker(str(version_file("v01_has_it_written.cu", source)), "cpu")
+    assert not [*tmp_path.glob("notes.txt")]
 
 
 @pytest.mark.slow
