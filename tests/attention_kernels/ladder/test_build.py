@@ -173,7 +173,8 @@ def test_a_killed_build_leaves_nothing_in_the_way(first, calls, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "include", ["#include SIZES", "#inc\\\nlude SIZES", "%:include SIZES", "/**/ # /**/ import SIZES"]
+    "include",
+    ["#include SIZES", "#inc\\\nlude SIZES", "%:include SIZES", "/**/ #/**/ import SIZES"],
 )
 def test_an_include_must_name_its_file(include, first, name_of):
     """Otherwise a change of that file would not be seen."""
