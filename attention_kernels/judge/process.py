@@ -35,7 +35,7 @@ LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
 # one record. A record arrives whole or not at all.
 RECORD, LARGEST_ANSWER = 2**16, 2**18
 # In JSON, and in JSON in a text of it.
-_SPACE = re.compile(r"(?:\s|\\+(?:u[\da-fA-F]{4}|[bfnrt]))+")
+_SPACE = re.compile(r"(?:\s|(?<!\\)\\+(?:u[\da-fA-F]{4}|[bfnrt]))+")
 
 
 class EndedError(AttentionError, RuntimeError):
