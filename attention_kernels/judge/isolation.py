@@ -52,8 +52,7 @@ mq_unlink 241 181 add_key 248 217 request_key 249 218 keyctl 250 219"""
 IGNORED = """setsid 112 157 setpgid 109 154 chmod 90 0 fchmod 91 52 fchmodat 268 53 utime 132 0
 chown 92 0 fchown 93 55 lchown 94 0 fchownat 260 54 utimes 235 0 futimesat 261 0 fchmodat2 452 452
 utimensat 280 88 setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 setxattrat 463 463
-removexattr 197 14 lremovexattr 198 15 fremovexattr 199 16 removexattrat 466 466
-file_setattr 469 469"""
+removexattr 197 14 lremovexattr 198 15 fremovexattr 199 16 removexattrat 466 466"""
 
 NO_LANDLOCK = "this system has no landlock of Linux 6.2 or later, so it can write to your files"
 _libc = ctypes.CDLL(None, use_errno=True)
