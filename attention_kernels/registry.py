@@ -86,6 +86,8 @@ class Description:
     """Whether k and v may have fewer heads than q, in attention and in decoding."""
     cuda_graphs: bool = True
     """Whether a call can be captured in a CUDA graph."""
+    plugin: str = ""
+    """The entry point of the plug-in that registers it: a module; set by the registry."""
     error_slack: float = 1.0
     """The multiple of its precision class's error budget allowed; see judge.truth."""
 
@@ -95,8 +97,8 @@ class Description:
         if not classes or any(name not in PRECISIONS.get(x, ()) for x, name in classes.items()):
             known = "; ".join(f"{', '.join(names)} for {x}" for x, names in PRECISIONS.items())
             wrong = f"precisions must be {known}, not {dict(classes)}"
-        elif min(self.head_dims, default=1) < 1:
-            wrong = f"head_dims must be positive, not {self.head_dims}"
+        elif not all(1 <= head_dim <= 1024 for head_dim in self.head_dims):
+            wrong = f"head_dims must be between 1 and 1024, not {self.head_dims}"
         elif not self.device_types or not {*self.device_types} <= {"cuda", "cpu"}:
             wrong = f"device_types must be among cuda and cpu, not {self.device_types}"
         elif not re.fullmatch(r".*\.", self.summary):
@@ -399,7 +401,7 @@ def unavailable(
 
 def list_backends() -> list[BackendSpec]:
     """Return every registered backend, in order of registration."""
-    _discover()
+    discover()
     return list(_specs.values())
 
 
@@ -408,7 +410,7 @@ def get_backend(name: str) -> BackendSpec:
 
     Raises UnknownBackendError, which suggests similar names.
     """
-    _discover()
+    discover()
     if spec := _specs.get(key := _key(name)):
         return spec
     # To compare a very long name would take seconds.
@@ -515,8 +517,8 @@ def _serves(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
 _discovered: bool | None = False  # None during discovery
 
 
-def _discover() -> None:
-    """Import attention_kernels.backends, then every plug-in, once."""
+def discover(only: str | None = None) -> None:
+    """Import attention_kernels.backends and, once, plug-ins, or one module ("": none)."""
     global _discovered  # noqa: PLW0603 (functools.cache would stop torch.compile)
     if _discovered:
         return
@@ -527,7 +529,8 @@ def _discover() -> None:
         try:
             importlib.import_module("attention_kernels.backends")
             for entry_point in plugins():
-                _load_plugin(entry_point)
+                if only in (None, entry_point.value):
+                    _load_plugin(entry_point)
         except BaseException:
             _discovered = False  # the next call must not use an incomplete registry
             raise
@@ -541,12 +544,9 @@ def is_discovered() -> bool:
 
 def adopt(specs: Iterable[BackendSpec]) -> None:
     """Register the backends of plug-ins, so that nothing imports these in this process."""
-    global _discovered  # noqa: PLW0603
-    with _lock:
-        shipped()
-        for spec in specs:
-            _specs.setdefault(spec.name, spec)
-        _discovered = True
+    discover("")
+    for spec in specs:
+        _specs.setdefault(spec.name, spec)
 
 
 def plugins() -> importlib.metadata.EntryPoints | tuple[()]:
@@ -560,6 +560,7 @@ def plugins() -> importlib.metadata.EntryPoints | tuple[()]:
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
     """Import a plug-in, which registers its backends; if that fails, add an unavailable backend."""
+    before = {*_specs}
     try:
         entry_point.load()
     except (Exception, SystemExit) as error:  # the other backends must still work
@@ -567,3 +568,5 @@ def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
         _specs[name] = unavailable(
             name, "plug-in", f"its plug-in failed to load: {describe(error)}"
         )
+    for name in {*_specs} - before:
+        object.__setattr__(_specs[name], "plugin", entry_point.value)

@@ -42,8 +42,8 @@ from pathlib import Path
 
 from attention_kernels import child
 
-LOADED = """attention_kernels.judge.server gpt2_infer.cli.verify gpt2_infer.bench.verdict
-gpt2_infer.bench.kernels"""
+LOADED = """gpt2_infer.cli.verify gpt2_infer.bench.verdict gpt2_infer.bench.kernels
+attention_kernels.judge.server"""
 PACKAGES = Path(child.__file__).parent, Path(__file__).parent
 # What libraries read when they are imported; the rest of the environment is the call's own.
 READ_EARLY = re.compile(
@@ -166,9 +166,17 @@ def _digest(*parts: object) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a socket's name: a server that ends takes every call that has begun."""
+    """Hold the lock of a socket's name: a server that ends takes every call that has begun.
+
+    A kernel's process may hold it, too: raises OSError after a second.
+    """
     with path.with_name("lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        for _ in range(100):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 
@@ -182,7 +190,6 @@ def serve(listening: int, name: str) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     for module in LOADED.split():
         importlib.import_module(module)
-    os.dup2(0, 2)
     gc.freeze()
     path, listener = Path(name), socket.socket(fileno=listening)
     until, wait_s = time.monotonic() + IDLE_S, min(LOOK_S, IDLE_S)
@@ -197,7 +204,7 @@ def serve(listening: int, name: str) -> int:
         elif not wait_s:
             return 0
         elif time.monotonic() >= until or not path.exists() or _packages() not in name:
-            with _locked(path):
+            with contextlib.suppress(OSError), _locked(path):
                 path.unlink(missing_ok=True)
             wait_s = 0.0  # calls that have come meanwhile are still served
 
@@ -206,10 +213,10 @@ def _run(caller: socket.socket) -> int:
     """Run a call in this process, and return its exit status."""
     _, (request, folder, *streams), *_ = socket.recv_fds(caller, 1, 5)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.fchdir(folder)
+    child.start_server(fork=True)  # before it knows anything of the call, or has its streams
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    os.fchdir(folder)
-    child.start_server(fork=True)  # before it knows anything of the call
     with os.fdopen(request) as file:
         call = json.load(file)
     for fd in (folder, *streams):

@@ -115,10 +115,10 @@ def record(
     runtime, recorder = "emulator/runtime.cpp", csrc / "recorders" / "launches.cpp"
 
     def link(program: Path) -> None:
-        source = f'-DATTENTION_SOURCE="{version.path}"'
-        objects = [str(recorder), str(build.object_file(csrc, runtime, "-O0"))]
+        sources = ["-include", str(recorder), "-x", "c++", str(version.path), "-x", "none"]
+        runs = str(build.object_file(csrc, runtime, "-O0"))
         options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
-        compilers.output_of([*command, source, *objects, *options])
+        compilers.output_of([*command, *sources, runs, *options])
 
     files = [version.path, recorder, csrc / runtime]
     program = build.kept(f"launches-{version.op}", "", files, csrc, command, link)

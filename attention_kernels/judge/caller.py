@@ -64,11 +64,13 @@ def serve(
     device: str,
     current: int,
     races: bool,
+    plugin: str,
 ) -> None:
     """Load a backend and answer messages until the judge ends this process."""
     try:
         spec = ladder.known(what)
         if spec and (spec.version or spec.chooses):
+            registry.discover("")  # an alias asks the registry
             # What is built goes into the cache of all backends, but does not run there yet.
             if error := isolation.apart(functools.partial(_build, spec, device, races)):
                 raise UnavailableBackendError(spec.name, error)
@@ -76,6 +78,7 @@ def serve(
         else:
             enclose(plugins.caches(what))
         # A plug-in is imported to find its own backends only, not where it could slow others.
+        registry.discover(plugin)
         spec = spec or ladder.resolve(what)
         device = registry.device_for(spec, device)
         if device == "cuda" and torch.cuda.is_available():

@@ -228,11 +228,11 @@ class Reply(msgspec.Struct, frozen=True):
     def check(self, name: str) -> None:
         """Raise the error that the reply reports, if any."""
         if self.status == "refused":
-            raise UnsupportedError(name, [*map(_plain, self.reasons)])
+            raise UnsupportedError(name, [*map(plain, self.reasons)])
         if self.status == "unavailable":
-            raise UnavailableBackendError(name, _plain(self.text))
+            raise UnavailableBackendError(name, plain(self.text))
         if self.status == "failed":
-            raise CallError(_plain(self.text))
+            raise CallError(plain(self.text))
 
 
 class CallError(AttentionError, RuntimeError):
@@ -431,6 +431,7 @@ def describe_error(error: BaseException) -> str:
     return kind + words
 
 
-def _plain(text: str) -> str:
-    """Replace control characters: on a terminal they could hide that a kernel failed."""
-    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
+def plain(text: str) -> str:
+    """Return one line without control characters, which could hide on a terminal what failed."""
+    line = " ".join(text.expandtabs().splitlines())
+    return "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in line)

@@ -27,7 +27,7 @@ from torch import Tensor
 from attention_kernels import ladder, registry
 from attention_kernels.child import check_time_limit
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnknownBackendError
-from attention_kernels.judge import caller, calls, isolation, plugins
+from attention_kernels.judge import caller, calls, isolation, plugins, process
 from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process, shared_memory
 from attention_kernels.registry import BackendSpec
 
@@ -37,7 +37,7 @@ TIMEOUT_S = 300.0  # for one request
 REPEATED_S = {"cuda": 0.02, "cpu": 0.5}
 # How many of the repeated calls are made again in a sample; how many times, if the output differs.
 CHECKED, ALIKE = 4, 4
-_WRONG_FACTS = msgspec.DecodeError, ValueError
+_WRONG_FACTS = msgspec.DecodeError, ValueError, RecursionError
 
 
 class RejectedTimeError(AttentionError):
@@ -286,21 +286,20 @@ class Worker(Runner):
     ) -> None:
         check_time_limit(timeout_s)
         self.timeout_s = timeout_s
-        known = ladder.known(what)
+        known = plugins.find(what)
         fds = shared_memory(), shared_memory()
         memory = calls.Block(fds[0]), calls.Block(fds[1])
         has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_device() if has_started else 0
-        self._process = Process(caller.serve, fds, what, device, current, races)
-        self._is_loading = known is not None and known.version is not None
+        self._process = Process(caller.serve, fds, what, device, current, races, known.plugin)
+        self._is_loading = known.version is not None
         try:
-            if known and known.version:
-                spec, decodes = known, known.version.role == "decode"
+            if known.version:
+                decodes = known.version.role == "decode"
                 has = not decodes, decodes
             else:
-                described = msgspec.json.decode(self._loaded(what), type=plugins.Described)
-                spec, has = known or described.spec(), described.has
-            super().__init__(spec, device, memory, has)
+                has = process.decoded(self._loaded(what), plugins.Described).has
+            super().__init__(known, device, memory, has)
             self.not_isolated = isolation.missing()
             if load:
                 self.load()

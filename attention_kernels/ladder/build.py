@@ -42,9 +42,11 @@ EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-rec
 # Compiling takes longer than most emulated launches. Inlining as at -O2: a bound is checked only
 # where the compiler sees the array.
 EMULATOR_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions")
-# For a build that looks for races; the other build has all checks.
-RACES_OPTIMIZATION = ("-Og", "-fsanitize=bounds", "-fno-sanitize-recover=all")
-INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
+# For a build that looks for races; the other build has all checks. Both define the same macros, so
+# that no kernel is without races in only one of them.
+RACES_OPTIMIZATION = (*EMULATOR_CHECKS[1:], "-Og", "-fsanitize=bounds", "-U__SANITIZE_THREAD__")
+_INCLUDE = rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include(?:_next)?|import|embed)\b"
+INCLUDE = re.compile(_INCLUDE + rb'\s*(?:["<]([^">\n]+)[">])?')  # no group without a name
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 _binding_lock = threading.Lock()
 
@@ -210,7 +212,8 @@ def _lock(file: Path, label: str) -> Iterator[None]:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             _tell(f"waiting for another process that builds {label} ...")
-            lock.acquire()
+            # Not for ever: a kernel's process can hold it, too.
+            lock.acquire(timeout=compilers.COMPILER_TIMEOUT_S)
     try:
         yield
     finally:
@@ -263,6 +266,7 @@ def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str
     Headers are looked for next to the file, in csrc and in the folders of -I in `flags`. Includes
     that a condition excludes count too, and so do files that a nearer one hides; at worst that
     causes a needless rebuild. Headers of the system, the toolkit and torch are not looked for.
+    Raises BuildError for an include that does not name its file.
     """
     pairs = zip(flags, [*flags[1:], ""], strict=False)
     searched = [flag[2:] or following for flag, following in pairs if flag.startswith("-I")]
@@ -275,7 +279,9 @@ def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str
         text = Path(file).read_bytes()
         found[file] = hashlib.sha256(text).hexdigest()
         folders = [os.path.dirname(file), str(csrc), f"{csrc}/emulator", *searched]
-        names = [*map(os.fsdecode, INCLUDE.findall(text))]
+        names = [*map(os.fsdecode, INCLUDE.findall(re.sub(rb"\\\r?\n", b"", text)))]
+        if "" in names:
+            raise BuildError(f"{file}: each #include must name its file, not a macro")
         wanted |= {os.path.normpath(f"{folder}/{name}") for folder in folders for name in names}
     return dict(sorted(found.items()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -88,6 +89,14 @@ def test_a_call_ends_with_its_caller(home, number, status):
     assert (code, out) == (status, "")
     assert err == "gpt2-infer: interrupted\n" * (number == signal.SIGINT)
     until(lambda: processes(home) == 1)
+
+
+def test_a_lock_that_is_held_delays_no_call(home):
+    assert ended(start(home, *WRONG))[0] == 2
+    (file,) = home.glob("gpt2-infer-*/lock")
+    with file.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ended(start(home, *WRONG))[0] == 2
 
 
 def test_a_changed_package_gets_a_new_server_and_the_old_one_ends(home):

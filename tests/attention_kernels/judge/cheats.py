@@ -1144,11 +1144,11 @@ def looks_for_the_answer(q, k, v, scale, causal):
 @cheat("it was killed|it broke off the connection", by="clock")
 def answers_in_words(q, k, v, scale, causal):
     """It writes to the connection with the judge."""
-    from multiprocessing.connection import Connection
+    import socket
 
     for x in gc.get_objects():
-        if type(x) is Connection:
-            x.send_bytes(b"PASSED")
+        if type(x) is socket.socket and x.fileno() > 0:
+            x.send(b"PASSED")
     return right(q, k, v, scale, causal)
 
 

@@ -170,3 +170,14 @@ def test_a_killed_build_leaves_nothing_in_the_way(first, calls, monkeypatch):
     assert [*build.cache_dir().glob("*.build-*")]
     monkeypatch.delenv("FIRST")
     assert build.build(first, "emulator").exists()
+
+
+@pytest.mark.parametrize(
+    "include",
+    ["#include SIZES", "#inc\\\nlude SIZES", "%:include SIZES", "/**/ #/**/ import SIZES"],
+)
+def test_an_include_must_name_its_file(include, first, name_of):
+    """Otherwise a change of that file would not be seen."""
+    first.path.write_text(f"{first.path.read_text()}{include}\n")
+    with pytest.raises(BuildError, match=r"first.cu: each #include must name its file"):
+        name_of(first)
