@@ -240,7 +240,7 @@ class Timed:
         self._dtype = self._sets[0][0].dtype
         self.outputs: list[Tensor] = []
         """Those of the last pass that was not repeated."""
-        self._ready: dict[tuple[int, bool], Callable[[], Any]] = {}
+        self._ready: dict[str, Callable[[], Any]] = {}
         if block.is_cuda:  # a first call may compile or allocate, which no graph can capture
             chain(kernel(*self._sets[0]), self._sets[0][1], self._weights)
             torch.cuda.synchronize()
@@ -263,7 +263,7 @@ class Timed:
     def run(self, passes: int = 1, *, chained: bool = True) -> float:
         """Make all calls, `passes` times; return the seconds, and keep the last pass's outputs."""
         self.outputs = []
-        one_pass = self._captured(1, chained, lambda: self.one_pass(chained=chained))
+        one_pass = self._captured(f"chained {chained}", lambda: self.one_pass(chained=chained))
         seconds, self.outputs = self._timed(one_pass, passes)
         return seconds
 
@@ -280,7 +280,7 @@ class Timed:
                 self.one_pass(totals[first : first + count])
             return totals
 
-        return self._timed(self._captured(passes, True, all_passes))
+        return self._timed(self._captured(f"{passes} passes", all_passes))
 
     def again(self, call: int, total: int) -> Tensor:
         """Make one call, as after a call with this total_of() its output; return its output."""
@@ -300,14 +300,14 @@ class Timed:
                 outputs.append(o)
         return outputs
 
-    def _captured(self, passes: int, chained: bool, calls: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a graph of calls if there is one; else the calls."""
+    def _captured(self, what: str, calls: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a graph of calls if there is one; else the calls. what: a name for them."""
         if not self._graph:
             return calls
-        if (passes, chained) not in self._ready:
-            self._ready[passes, chained] = _graph(calls)
-            self._ready[passes, chained]()  # the first replay takes longer
-        return self._ready[passes, chained]
+        if what not in self._ready:
+            self._ready[what] = _graph(calls)
+            self._ready[what]()  # the first replay takes longer
+        return self._ready[what]
 
     def _timed(self, calls: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
         """Make calls several times; return the seconds, and what they returned last."""

@@ -160,7 +160,7 @@ class Runner:
         unchained, unchained_s = dict[int, Tensor](), 0.0
         if self.device == "cuda":
             self._timed(calls.Repeat(1, chained=False))  # captures a graph
-            passes, _, unchained_s = self._often(calls.Repeat(passes, chained=False), count)
+            _, _, unchained_s = self._often(calls.Repeat(passes, chained=False), count)
             drawn = random.sample(range(count), min(CHECKED, count))
             unchained = dict(zip(drawn, self._handed_over(drawn), strict=True))
         passes, often, often_s = self._often(calls.Repeat(passes), count)

@@ -37,6 +37,7 @@ def start(home: Path, *words: str, server: int = 1) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         cwd=home,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in a terminal
     )
 
 

@@ -799,7 +799,8 @@ def is_timed():
     return any("one_pass" in frame.function for frame in inspect.stack())
 
 
-@cheat("the timed outputs are wrong", by="clock")
+# If the head is drawn for none of the outputs, one that is made again differs from the timed one.
+@cheat("the timed outputs are wrong|when it is made again", by="clock")
 def leaves_a_head_out_while_timed(q, k, v, scale, causal):
     """It does less while it is timed."""
     o = right(q, k, v, scale, causal)
@@ -808,7 +809,7 @@ def leaves_a_head_out_while_timed(q, k, v, scale, causal):
     return o
 
 
-@cheat("the timed outputs are wrong", by="clock", op="decode")
+@cheat("the timed outputs are wrong|when it is made again", by="clock", op="decode")
 def decode_forgets_a_row_while_timed(q, k, v, seqlens, scale):
     """It does less while it is timed."""
     o = right(q, k, v, scale, False, seqlens)
@@ -1190,7 +1191,7 @@ def makes_the_shared_memory_too_large_to_map(q, k, v, scale, causal):
     return right(q, k, v, scale, causal)
 
 
-@cheat(r"RuntimeError: \ufffd\[2J\ufffd\[HPASSED\ufffd\[8m", by="clock")
+@cheat(r"RuntimeError: \[2J \[HPASSED \[8m", by="clock")
 def clears_the_screen_and_prints_a_verdict(q, k, v, scale, causal):
     """Its error message clears the terminal and prints a verdict."""
     raise RuntimeError(chr(27) + "[2J" + chr(27) + "[HPASSED" + chr(27) + "[8m")
