@@ -410,11 +410,13 @@ def cases_for(
     spec = runner.spec
     share = 1.0 if not quick else QUICK_EMULATED if runner.is_emulated else QUICK
     has_few_shapes = runner.device in spec.compiles_per_shape_on
+    on_cuda = runner.device == "cuda"
+    has_graphs = on_cuda and spec.cuda_graphs  # a capture takes longer than most calls
     options: dict[str, Any] = {
         "share": 1.0 if has_few_shapes else share,
         "is_emulated": runner.is_emulated,
         "has_groups": spec.supports_gqa,
-        "contexts": CONTEXTS[: 4 + spec.cuda_graphs if runner.device == "cuda" else 3],
+        "contexts": (CONTEXTS[:3] + CONTEXTS[: 3 + on_cuda]) * 2 + CONTEXTS[4:] * has_graphs,
         # The op of a version file refuses other addresses, also under an alias.
         "is_aligned": spec.version is not None or spec.chooses is not None,
     }
