@@ -5,10 +5,13 @@ sample, and together they exceed a GPU's L2. With the word to start come factors
 that nothing can be computed earlier, and the inputs of a call depend on all of the output before,
 so that no two calls run at the same time; see chain(). The worker reports the time of all calls by
 CUDA events, or by its own clock on the CPU. The judge's clock runs from its word until the answer
-that everything has ended, which carries a checksum of the outputs. Then the judge takes the outputs
-and compares part of each with the reference. Last, the same calls are repeated for some time, by
-both clocks. A kernel that leaves work for later, or a clock that was tampered with, makes the two
-differ.
+that everything has ended, which comes with the sum of the bits of each row. Then the judge takes
+the outputs, which must have these sums, and compares part of each with the reference.
+
+Last, the same calls are repeated for some time, by both clocks. The answer comes with the sum of
+each output, from which the inputs of the next call follow. So the judge can have any of these calls
+made again: the output must have the same sum, and be right. A kernel that leaves work for later or
+out, or a clock that was tampered with, makes the sums or the clocks differ.
 
 On CUDA, a time is the worker's, because the judge's clock is too coarse for the first calls, and
 may be shorter than the judge's by OUTSIDE and ANSWER_S at most. On the CPU, it is the judge's own,
@@ -45,7 +48,7 @@ from attention_kernels.judge.worker import RejectedTimeError, Runner, Timing
 # The share by which the judge's clock may exceed the worker's, and repeated calls the first ones.
 # Other processes share a CPU, and interrupt long work more often than short work.
 OUTSIDE, REPEATED = {"cuda": 0.1, "cpu": 1.0}, {"cuda": 0.1, "cpu": 9.0}
-# The seconds that a message and its answer may take, without and with factors and a checksum. The
+# The seconds that a message and its answer may take, without and with factors and row_sums(). The
 # judge measures the time of these and adds it.
 ANSWER_S = {"cuda": 1e-3, "cpu": 5e-2}
 CHECKED_ANSWER_S = {"cuda": 2e-3, "cpu": 5e-2}

@@ -61,6 +61,7 @@ THREADS = (1, 2, 5)
 # The most work of a case that is judged on the CPU. No case of a quick run has more, so its judge
 # does not start CUDA.
 JUDGED_ON_CPU = 1e8
+_large = threading.Lock()  # larger ones, one at a time, which take gigabytes
 CONTEXTS: tuple[Context, ...] = get_args(Context)
 ROWS = 64  # that are judged of an output at a time, where not all are
 # The most bytes of inputs of requests that are prepared ahead; references take as much again.
@@ -122,6 +123,8 @@ class Driver:
                 what, steps, after = judging.popleft()
                 if isinstance(after.result(), Request):
                     self._ready.appendleft((what, steps, after))
+                    with self._lock:
+                        self._waiting_bytes += after.result().block.nbytes
                 else:
                     yield what, after.result()
                 continue
@@ -634,10 +637,11 @@ def _place(case: Case | DecodeCase) -> int:
 
 
 def _truth(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Truth:
-    device = runner.device if case.work > JUDGED_ON_CPU else "cpu"
-    q, k, v, *seqlens = (x.to(device) for x in inputs)
-    is_causal = isinstance(case, Case) and case.is_causal
-    return truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
+    is_large = case.work > JUDGED_ON_CPU
+    with _large if is_large else contextlib.nullcontext():
+        q, k, v, *seqlens = (x.to(runner.device if is_large else "cpu") for x in inputs)
+        is_causal = isinstance(case, Case) and case.is_causal
+        return truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
 
 
 def _judge(runner: Runner, right: Truth, o: Tensor) -> Verdict:
