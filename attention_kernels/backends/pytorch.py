@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_kernels.contract import Kernels, per_query_head
 from attention_kernels.errors import UnsupportedError
+from attention_kernels.judge.truth import naive_attention
 from attention_kernels.precision import PLAIN_PRECISIONS
 from attention_kernels.registry import register
 
@@ -22,14 +23,7 @@ UNCHECKED = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
-    k, v = per_query_head(q, k, v)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    scores = (q @ k.transpose(2, 3)) * softmax_scale
-    if is_causal:
-        position = torch.arange(q.shape[2], device=q.device)
-        scores.masked_fill_(position > position[:, None], -torch.inf)
-    weights = torch.softmax(scores, dim=3)
-    return (weights @ v).transpose(1, 2).contiguous()
+    return naive_attention(q, *per_query_head(q, k, v), softmax_scale, is_causal)
 
 
 def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
@@ -51,13 +45,9 @@ def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
 def _naive_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
 ) -> Tensor:
-    positions, visible = _visible(k_cache, seqlens)
+    positions, _ = _visible(k_cache, seqlens)
     k, v = per_query_head(q, k_cache[:, :positions], v_cache[:, :positions])
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    scores = (q.transpose(1, 2) * softmax_scale) @ k.transpose(2, 3)
-    if visible is not None:
-        scores.masked_fill_(~visible, -torch.inf)
-    return (torch.softmax(scores, dim=3) @ v).transpose(1, 2)
+    return naive_attention(q, k, v, softmax_scale, False, seqlens)
 
 
 @register(
@@ -170,12 +160,6 @@ def _sentence(message: str) -> str:
     return message.strip().splitlines()[0].split("(Triggered internally")[0].strip()
 
 
-def _flash_probe(device_type: str) -> str | None:
-    if device_type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
-        return "this torch was built without FlashAttention for CUDA"
-    return None
-
-
 def _register(
     kernel: SDPBackend,
     summary: str,
@@ -196,7 +180,6 @@ _register(
 _register(
     SDPBackend.FLASH_ATTENTION,
     "FlashAttention-2 as PyTorch ships it (on the CPU, torch's own flash kernel), pinned.",
-    probe=_flash_probe,
     supports_gqa=True,
 )
 _register(

@@ -261,7 +261,7 @@ def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tup
         "registers": REGISTERS_PER_SM // 4 // registers_per_warp * 4 // warps,
         "shared memory": limits.shared_kb * 1024 // allocated,
     }
-    least = min(fits, key=lambda name: fits[name])
+    least = min(fits, key=fits.__getitem__)
     return fits[least], least
 
 
@@ -303,11 +303,6 @@ class Resources(Compiled):
     def occupancy(self) -> float:
         """Resident warps as a fraction of the most that a multiprocessor holds."""
         return self.warps / self.max_warps
-
-    @property
-    def shown_occupancy(self) -> str:
-        """The occupancy in percent, or "does not fit"."""
-        return f"{self.occupancy:.0%}" if self.blocks else "does not fit"
 
 
 def resource_table(
@@ -379,7 +374,7 @@ COLUMNS = {
     "dynamic smem": "{0.dynamic_smem}",
     "blocks/SM": "{0.blocks}",
     "warps/SM": "{0.warps}/{0.max_warps}",
-    "occupancy": "{0.shown_occupancy}",
+    "occupancy": "{0.occupancy:.0%}",
     "limited by": "{0.limited_by}",
 }
 _WORDS = ("version", "arch", "dtype", "kernel", "limited by")

@@ -132,14 +132,6 @@ def version_number(path: Path) -> int:
     return int(path.name[1:].split("_")[0])
 
 
-def versions(folder: Path = CSRC / "fp32", op_prefix: str = "") -> list[VersionHeader]:
-    """Return the headers of a folder's version files, see in_order(); raises HeaderError."""
-    found = [parse_header(path, op_prefix) for path in version_files(folder)]
-    for version in found:
-        check_start(version, found)
-    return in_order(found)
-
-
 def in_order(found: Iterable[VersionHeader]) -> list[VersionHeader]:
     """Return the versions of a ladder by number, except that each follows the one it starts from.
 

@@ -56,7 +56,7 @@ def test_every_version_compiles_without_spills(build, arch):
 @needs_nvcc
 def test_an_unknown_architecture_is_the_compilers_error():
     with pytest.raises(BuildError, match="Unsupported gpu architecture 'compute_99'"):
-        resources.compile_version(header.versions()[0], "99")
+        resources.compile_version(VERSIONS[0], "99")
     with pytest.raises(BuildError, match="no limits known for 99"):
         resources.resource_table([], ("99",))
 
@@ -109,6 +109,6 @@ def test_shared_memory_of_both_kinds_limits_the_blocks(monkeypatch):
 
 
 def test_kernels_that_start_early_are_listed():
-    version = next(one for one in header.versions() if one.name == "v17")
+    version = ladder.versions()["CUSTOM_CUDA_VERSION_17"]
     names = [launch.kernel.split("<")[0] for launch in resources.record(version, [64])]
     assert names == ["attention_kernel", "join_kernel"]
