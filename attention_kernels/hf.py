@@ -134,7 +134,6 @@ class _Mask:
 def _mask(
     mask_type: type[_Mask],
     *,
-    batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
@@ -160,7 +159,6 @@ def _mask(
     if q_length not in (1, written):
         raise UnsupportedError(mask_type.__name__, [_several_queries(q_length, kv_length)])
     visible = sdpa_mask(
-        batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
         q_offset=q_offset,

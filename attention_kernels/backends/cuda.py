@@ -39,6 +39,7 @@ for _folder in LADDERS:
 # kernel-fp32-128, kernel-shapes and kernel-fp16-later in results/.
 LENGTHS = SHORTEST, SHORTER, _ = 64, 128, 256
 
+
 def choose(
     alias: str,
     dtype: torch.dtype,

@@ -207,15 +207,13 @@ def parse_ptxas(output: str) -> dict[str, Compiled]:
     """Parse the output of `ptxas -v` into its numbers, by mangled name."""
     entry = re.compile(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-        r".*?Used (\d+) registers([^\n]*)",
+        r".*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?",
         re.S,
     )
-    kernels = {}
-    for symbol, stores, loads, registers, rest in entry.findall(output):
-        shared = re.search(r"(\d+) bytes smem", rest)
-        static = int(shared[1]) if shared else 0
-        kernels[symbol] = Compiled(int(registers), int(stores), int(loads), static)
-    return kernels
+    return {
+        symbol: Compiled(int(registers), int(stores), int(loads), int(static or 0))
+        for symbol, stores, loads, registers, static in entry.findall(output)
+    }
 
 
 # ---- Occupancy -----------------------------------------------------------------------------------
@@ -315,9 +313,7 @@ def resource_table(
     Raises BuildError if a compiler is missing or a version does not compile.
     """
     if unknown := {*archs} - {*LIMITS}:
-        raise BuildError(
-            f"no limits known for {', '.join(sorted(unknown))} (known: {', '.join(LIMITS)})"
-        )
+        raise BuildError(f"no limits known for {min(unknown)} (known: {', '.join(LIMITS)})")
     tasks = [
         (version.label, build, arch, dims)
         for version in versions

@@ -428,12 +428,12 @@ def _sum_eps(dtype: torch.dtype) -> float:
 def _parts(q: Tensor, keys: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yield slices of batch, rows and heads with at most LARGEST_SCORES scores each."""
     batch, seqlen, num_heads, _ = q.shape
-    if batch * num_heads * seqlen * keys <= LARGEST_SCORES:
-        yield slice(None), slice(0, seqlen), slice(None)
-        return
-    heads = max(1, LARGEST_SCORES // (seqlen * keys))
-    rows = min(seqlen, max(1, LARGEST_SCORES // keys))
-    steps = itertools.product(range(batch), range(0, seqlen, rows), range(0, num_heads, heads))
-    for entry, row, head in steps:
+    # How many fit at once, of each axis the largest part whose inner axes are whole.
+    rows, heads, entries = (
+        max(1, LARGEST_SCORES // scores)
+        for scores in (keys, seqlen * keys, num_heads * seqlen * keys)
+    )
+    firsts = range(0, batch, entries), range(0, seqlen, rows), range(0, num_heads, heads)
+    for entry, row, head in itertools.product(*firsts):
         last_row = min(row + rows, seqlen)
-        yield slice(entry, entry + 1), slice(row, last_row), slice(head, head + heads)
+        yield slice(entry, entry + entries), slice(row, last_row), slice(head, head + heads)

@@ -16,16 +16,11 @@ from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PREC
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 # The fields in the order of our files, with their defaults: all are optional.
 FIELDS = {
-    "From": "",
-    "Change": "",
-    "Why": "",
-    "Cost": "",
-    "Tile": "",
+    **dict.fromkeys(("From", "Change", "Why", "Cost", "Tile"), ""),
     "Layout": "contiguous",
     "Role": "attention",
     "Takes": "float32",
-    "Needs": "",
-    "Precision": "",
+    **dict.fromkeys(("Needs", "Precision"), ""),
     "Error": "1x: as its precision class",
     "Flags": "(none)",
     "Expect": "",

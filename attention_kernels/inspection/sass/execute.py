@@ -8,6 +8,7 @@ test_predict.py compares counts with the profiler's.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -302,13 +303,6 @@ def _permute(blocks: Blocks, one: Instruction) -> Values:
 
 # ---- Logic and predicates ------------------------------------------------------------------------
 
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal,
-    "EQ": np.equal, "NE": np.not_equal, "NAN": lambda x, y: np.isnan(x) | np.isnan(y),
-    "NUM": lambda x, y: ~(np.isnan(x) | np.isnan(y)),
-}  # fmt: skip
-
-
 _Bits = TypeVar("_Bits", Values, Mask)
 
 
@@ -345,7 +339,11 @@ def _compare(blocks: Blocks, one: Instruction) -> None:
     elif "U32" not in one.modifiers:
         pair = [_signed(values) for values in pair]
     x, y = pair
-    found = _COMPARISONS[one.modifiers[0].removesuffix("U")](x, y)
+    relation = one.modifiers[0].removesuffix("U")
+    if relation in ("NAN", "NUM"):
+        found = (np.isnan(x) | np.isnan(y)) == (relation == "NAN")
+    else:
+        found = getattr(operator, relation.lower())(x, y)
     if "EX" in one.modifiers:  # the upper words decide unless they are equal
         found = np.where(np.equal(x, y), blocks.predicate(rest[1]), found)
     joins = {"OR": np.logical_or, "XOR": np.logical_xor}

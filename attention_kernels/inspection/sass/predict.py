@@ -31,7 +31,6 @@ from attention_kernels.ladder.header import VersionHeader
 
 LOAD_STORE_UNIT = "load-store unit"
 """The unit that issues one wavefront a cycle: of shared memory, of an L1 line or of a shuffle."""
-_LOAD_STORE_PARTS = ("shared memory", "L1")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Prediction:
         largest = max(parts, key=lambda name: parts[name])
         if largest == LOAD_STORE_UNIT:  # name the part that causes most of its work
             half = parts[LOAD_STORE_UNIT] / 2
-            largest = next((x for x in _LOAD_STORE_PARTS if parts[x] > half), largest)
+            largest = next((x for x in ("shared memory", "L1") if parts[x] > half), largest)
         return largest
 
 

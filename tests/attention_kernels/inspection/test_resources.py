@@ -10,7 +10,7 @@ import pytest
 from attention_kernels import ladder
 from attention_kernels.inspection import resources
 from attention_kernels.inspection.resources import Compiled, Launch
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from tests.attention_kernels.backends.common import OLDER
 
