@@ -131,17 +131,12 @@ def record(
         raise UnsupportedError(version.path.name, ["its launch() launches no kernel"])
     found = []
     for line in lines:
-        dim, _, smem, symbol, signature, grid, block, parameters = line.split("\t")
+        dim, _, smem, symbol, signature, *axes, parameters = line.split("\t")
         name = re.search(r"(\w+(<[^(]*>)?)\(", signature)
         kernel, given = name[1] if name else signature, bytes.fromhex(parameters)
-        where = _triple(grid), _triple(block)
-        found.append(Launch(int(dim), kernel, symbol, *where, int(smem), given, words))
+        grid, block = ((int(x), int(y), int(z)) for x, y, z in (text.split(",") for text in axes))
+        found.append(Launch(int(dim), kernel, symbol, grid, block, int(smem), given, words))
     return found
-
-
-def _triple(text: str) -> Triple:
-    x, y, z = map(int, text.split(","))
-    return x, y, z
 
 
 # ---- Machine code --------------------------------------------------------------------------------
@@ -157,19 +152,13 @@ class Compiled:
     static_smem: int
 
 
-def compile_version(version: VersionHeader, arch: str) -> dict[str, Compiled]:
-    """Compile a version and return ptxas's report by mangled name.
+def compile_version(
+    version: VersionHeader, arch: str, *more: str
+) -> tuple[dict[str, Compiled], bytes]:
+    """Compile a version; return ptxas's report by mangled name and the machine code, a cubin.
 
-    Raises BuildError if nvcc is missing or the version does not compile.
-    """
-    report, _ = compile_cubin(version, arch)
-    return parse_ptxas(report)
-
-
-def compile_cubin(version: VersionHeader, arch: str, *more: str) -> tuple[str, bytes]:
-    """Compile a version and return the output of `ptxas -v` and the machine code, a cubin.
-
-    more: flags for nvcc besides the version's own. Raises BuildError.
+    more: flags for nvcc besides the version's own. Raises BuildError if nvcc is missing or the
+    version does not compile.
     """
     flags = [*compilers.compile_flags(version, "cuda", arch), *more]
 
@@ -186,7 +175,7 @@ def compile_cubin(version: VersionHeader, arch: str, *more: str) -> tuple[str, b
     name, csrc = f"{version.op}-sm_{arch}", csrc_of(version)
     kept = build.kept(name, ".cubin", [version.path], csrc, flags, compile_to, *others)
     report, _, code = kept.read_bytes()[: -build.DIGEST_BYTES].partition(b"\0")
-    return report.decode(), code
+    return parse_ptxas(report.decode()), code
 
 
 def compile_summary(version: VersionHeader, arch: str) -> str:
@@ -194,7 +183,7 @@ def compile_summary(version: VersionHeader, arch: str) -> str:
 
     Raises BuildError if nvcc is missing or the version does not compile.
     """
-    kernels = [k for build in version.builds() for k in compile_version(build, arch).values()]
+    kernels = [k for build in version.builds() for k in compile_version(build, arch)[0].values()]
     if not kernels:
         return "no kernels"
     registers = sorted({kernel.registers for kernel in kernels})
@@ -332,7 +321,7 @@ def rows_of(
     label: str, version: VersionHeader, arch: str, head_dims: Sequence[int]
 ) -> list[Resources]:
     """Return the resources of a version's kernels on an architecture; raises BuildError."""
-    compiled, rows = compile_version(version, arch), []
+    (compiled, _), rows = compile_version(version, arch), []
     for launch in record(version, head_dims):
         if launch.symbol not in compiled:
             raise BuildError(f"{label} launches {launch.kernel}, which ptxas did not compile")

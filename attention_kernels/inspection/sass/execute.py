@@ -84,8 +84,8 @@ def run(blocks: Blocks, max_issued: int) -> None:
                 break
             blocks.issued.append(Issue(pc, here.reshape(-1, WARP).any(1)))
             pc += 1
-            if operation and blocks.mask.any():
-                _apply(operation, blocks, one)
+            if operation and blocks.mask.any() and (value := operation(blocks, one)) is not None:
+                blocks.write(one.operands[0], value)
             if one.base in _CONTROL:
                 where[here] = pc
                 if one.base == "EXIT":
@@ -101,12 +101,6 @@ def run(blocks: Blocks, max_issued: int) -> None:
             where[here] = pc
         if len(blocks.issued) > max_issued:
             raise SassError(f"a block executes more than {max_issued} instructions")
-
-
-def _apply(operation: Operation, blocks: Blocks, one: Instruction) -> None:
-    value = operation(blocks, one)
-    if value is not None:
-        blocks.write(one.operands[0], value)
 
 
 def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:

@@ -114,7 +114,7 @@ def predict(
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         # The line table leaves the code as it is: test_explain.py compares the predictions.
-        _, code = resources.compile_cubin(version, gpu.arch, *["-lineinfo"] * lines)
+        _, code = resources.compile_version(version, gpu.arch, *["-lineinfo"] * lines)
         cubin.write_bytes(code)
         program = decode.read_cubin(cubin, version.path, version.label, gpu, heads_first=True)
         found = _predict_call(program, counted, min_bytes, cubin if lines else None)

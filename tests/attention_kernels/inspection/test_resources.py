@@ -62,7 +62,7 @@ def test_an_unknown_architecture_is_the_compilers_error():
 
 
 def test_a_file_without_kernels_is_summarized(monkeypatch):
-    monkeypatch.setattr(resources, "compile_version", lambda *_: {})
+    monkeypatch.setattr(resources, "compile_version", lambda *_: ({}, b""))
     assert resources.compile_summary(VERSIONS[0], "90") == "no kernels"
 
 
@@ -102,7 +102,7 @@ def test_shared_memory_of_both_kinds_limits_the_blocks(monkeypatch):
     launch = Launch(64, "kernel", "_Zone", (1, 1, 1), (80, 1, 1), 40 * 1024, b"")
     compiled = {"_Zone": Compiled(32, 16, 24, 40 * 1024)}
     monkeypatch.setattr(resources, "record", lambda *_: [launch])
-    monkeypatch.setattr(resources, "compile_version", lambda *_: compiled)
+    monkeypatch.setattr(resources, "compile_version", lambda *_: (compiled, b""))
     (row,) = resources.rows_of("v01", VERSIONS[0], "90", [64])
     assert (row.blocks, row.limited_by, row.spill_loads) == (2, "shared memory", 24)
     assert (row.warps, row.max_warps) == (6, 64)  # three in a block, the last not full
