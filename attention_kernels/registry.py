@@ -101,8 +101,6 @@ class Description:
             wrong = f"head_dims must be between 1 and 1024, not {self.head_dims}"
         elif not self.device_types or not {*self.device_types} <= {"cuda", "cpu"}:
             wrong = f"device_types must be among cuda and cpu, not {self.device_types}"
-        elif not re.fullmatch(r".*\.", self.summary):
-            wrong = "the summary must be one sentence on one line"
         elif not 1 <= slack <= most:
             wrong = f"error_slack must be between 1 and {most:g}, not {slack}"
         else:

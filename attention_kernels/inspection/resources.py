@@ -239,8 +239,9 @@ def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tup
     if shared > limits.shared_kb_per_block * 1024:
         return 0, "shared memory"
     warps = -(-threads // WARP)
-    registers_per_warp = _round_up(registers * WARP, REGISTER_UNIT)
-    allocated = max(_round_up(shared + limits.reserved_bytes, SHARED_UNIT), 1)
+    registers_per_warp = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
+    reserved = shared + limits.reserved_bytes
+    allocated = max(-(-reserved // SHARED_UNIT) * SHARED_UNIT, 1)
     fits = {
         "warps": limits.warps // warps,
         "blocks": limits.blocks,
@@ -250,18 +251,6 @@ def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tup
     }
     least = min(fits, key=fits.__getitem__)
     return fits[least], least
-
-
-def reserved_first(arch: str) -> int:
-    """Return the bytes of shared memory that are reserved before a block's own.
-
-    From sm_90 on, they are part of its addresses and of the size that cuobjdump lists.
-    """
-    return LIMITS[arch].reserved_bytes if int(arch) >= 90 else 0
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 # ---- The table of a ladder's resources -----------------------------------------------------------

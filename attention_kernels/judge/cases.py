@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from attention_kernels.judge.inputs import Case, Context, DecodeCase, Extreme, Kind, Op
 
-SCALES = (0.02, 1.0, 8.0)
 EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
 LONGEST_EMULATED = 1025
@@ -72,8 +71,6 @@ LAYOUTS = (
     ("k is q", "v is k"),
     tuple(", ".join(x) for x in itertools.product(PLACES, repeat=3) if len({*x}) > 1),
 )
-UNALIGNED = ("unaligned",)
-OF_ATTENTION: dict[str, Sequence[Any]] = {"is_causal": (True, False)}
 OF_DECODE: dict[str, Sequence[Any]] = {
     "lengths": ("equal", "the first is the longest", "a later one is the longest"),
     "room": (range(1), range(1, 32), range(32, 1024)),
@@ -141,11 +138,11 @@ def ordered_cases(
         "num_heads": HEAD_RANGES,
         "group": GROUPS if has_groups else GROUPS[:1],
         "head_dim": [range(x, x + 1) for x in head_dims],
-        "layout": LAYOUTS if is_aligned else (*LAYOUTS, UNALIGNED),
+        "layout": LAYOUTS if is_aligned else (*LAYOUTS, ("unaligned",)),
         "softmax_scale": SOFTMAX_SCALES,
         "numbers": NUMBERS,
         "dtype": dtypes,
-        **(OF_DECODE if is_decode else OF_ATTENTION),
+        **(OF_DECODE if is_decode else {"is_causal": (True, False)}),
     }
     drawn = Drawn(op, values, np.random.default_rng([seed, is_decode]), is_emulated=is_emulated)
     costs = [cost(case, is_emulated=is_emulated) for case in fixed]
@@ -200,7 +197,7 @@ def hard_cases(
         longest = max(130, math.isqrt(int(GPT2_WORK / (2 * heads * head_dim))))
         seqlen = draw.randint(129, longest)
         found += [Case(seqlen, head_dim, batch=2, num_heads=heads, **fields)]
-    for scale in (8.0,) if is_emulated else SCALES:
+    for scale in (8.0,) if is_emulated else (0.02, 1.0, 8.0):
         found += [Case(draw.randint(513, 560), head_dim, scale, num_heads=12, **fields)]
     if is_emulated:
         return [*found, Case(LONGEST_EMULATED, head_dim, num_heads=1, **fields)]

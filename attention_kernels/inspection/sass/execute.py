@@ -327,12 +327,10 @@ def _predicate_logic(blocks: Blocks, one: Instruction) -> None:
 
 def _compare(blocks: Blocks, one: Instruction) -> None:
     first, second, a, b, *rest = one.operands
-    pair: list[npt.NDArray[Any]] = [blocks.read(a), blocks.read(b)]
-    if one.base == "FSETP":
-        pair = [_float(values) for values in pair]
-    elif "U32" not in one.modifiers:
-        pair = [_signed(values) for values in pair]
-    x, y = pair
+    convert: Callable[[Values], npt.NDArray[Any]] = (
+        _float if one.base == "FSETP" else np.asarray if "U32" in one.modifiers else _signed
+    )
+    x, y = convert(blocks.read(a)), convert(blocks.read(b))
     relation = one.modifiers[0].removesuffix("U")
     if relation in ("NAN", "NUM"):
         found = (np.isnan(x) | np.isnan(y)) == (relation == "NAN")

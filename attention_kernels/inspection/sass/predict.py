@@ -116,9 +116,9 @@ def predict(
         # The line table leaves the code as it is: test_explain.py compares the predictions.
         _, code = resources.compile_version(version, gpu.arch, *["-lineinfo"] * lines)
         cubin.write_bytes(code)
-        program = decode.read_cubin(cubin, version.path, version.label, gpu, heads_first=True)
+        program = decode.read_cubin(cubin, version.path, gpu, heads_first=True)
         found = _predict_call(program, counted, min_bytes, cubin if lines else None)
-    return dataclasses.replace(found, seqlen=seqlen)
+    return dataclasses.replace(found, version=version.label, seqlen=seqlen)
 
 
 def predict_kernel(
@@ -212,7 +212,7 @@ def _predict_launch(
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
     found = Prediction(
-        version=program.label,
+        version=program.path.stem,
         gpu=gpu.name,
         seqlen=0,
         time_us=finished + gpu.launch_us,
