@@ -101,8 +101,6 @@ class Description:
             wrong = f"head_dims must be between 1 and 1024, not {self.head_dims}"
         elif not self.device_types or not {*self.device_types} <= {"cuda", "cpu"}:
             wrong = f"device_types must be among cuda and cpu, not {self.device_types}"
-        elif not re.fullmatch(r".*\.", self.summary):
-            wrong = "the summary must be one sentence on one line"
         elif not 1 <= slack <= most:
             wrong = f"error_slack must be between 1 and {most:g}, not {slack}"
         else:
@@ -127,8 +125,6 @@ class BackendSpec(Description):
         default=None, repr=False
     )
     """For an alias: the function that picks a backend for a dtype, head_dim, device and seqlen."""
-    choices: tuple[str, ...] = ()
-    """For an alias: what it picks and when, for listings."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -474,8 +470,6 @@ def default_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     On CUDA it is CUSTOM_CUDA, if it is available and takes the dtype and head_dim; otherwise
     memory-efficient SDPA. On the CPU it is torch's own flash kernel.
     """
-    if device.type != "cuda":
-        return get_backend("PYTORCH_SDPA_FLASH_ATTENTION")
     other = "PYTORCH_SDPA_EFFICIENT_ATTENTION"
     return get_backend(_first_or("CUSTOM_CUDA", other, device, dtype, head_dim))
 
@@ -494,8 +488,6 @@ def default_decode_backend(
     and the kernel takes the dtype and head_dim; otherwise plain matrix-vector products. On the CPU
     it is torch's own flash kernel.
     """
-    if device.type != "cuda":
-        return get_backend("PYTORCH_SDPA_FLASH_ATTENTION")
     ours = f"DECODE_SPLIT_KV_VERSION_{3 if heads >= MANY_HEADS else 1}"
     return get_backend(_first_or(ours, "NAIVE_PYTORCH", device, dtype, head_dim))
 
@@ -504,7 +496,12 @@ def default_decode_backend(
 def _first_or(
     first: str, other: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str:
-    """Return the first name if that backend serves on a CUDA device, otherwise the other."""
+    """Return the first name if that backend serves on a CUDA device, otherwise the other.
+
+    On the CPU it is that of torch's own flash kernel.
+    """
+    if device.type != "cuda":
+        return "PYTORCH_SDPA_FLASH_ATTENTION"
     return first if _serves(first, device, dtype, head_dim) else other
 
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from attention_kernels.judge.inputs import Case, Context, DecodeCase, Extreme, Kind, Op
 
-SCALES = (0.02, 1.0, 8.0)
 EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
 LONGEST_EMULATED = 1025
@@ -72,8 +71,6 @@ LAYOUTS = (
     ("k is q", "v is k"),
     tuple(", ".join(x) for x in itertools.product(PLACES, repeat=3) if len({*x}) > 1),
 )
-UNALIGNED = ("unaligned",)
-OF_ATTENTION: dict[str, Sequence[Any]] = {"is_causal": (True, False)}
 OF_DECODE: dict[str, Sequence[Any]] = {
     "lengths": ("equal", "the first is the longest", "a later one is the longest"),
     "room": (range(1), range(1, 32), range(32, 1024)),
@@ -134,7 +131,6 @@ def ordered_cases(
             fixed += fixed_decode_cases(head_dims, dtype, seed)
         else:
             fixed += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
-            fixed += extreme_cases(usual_head_dim(head_dims), dtype, seed)
     longer = CACHES if is_decode else LONG_EMULATED if is_emulated else LONG
     values: dict[str, Sequence[Any]] = {
         "seqlen": [*TILE_EDGES, *SHORT, *longer],
@@ -142,11 +138,11 @@ def ordered_cases(
         "num_heads": HEAD_RANGES,
         "group": GROUPS if has_groups else GROUPS[:1],
         "head_dim": [range(x, x + 1) for x in head_dims],
-        "layout": LAYOUTS if is_aligned else (*LAYOUTS, UNALIGNED),
+        "layout": LAYOUTS if is_aligned else (*LAYOUTS, ("unaligned",)),
         "softmax_scale": SOFTMAX_SCALES,
         "numbers": NUMBERS,
         "dtype": dtypes,
-        **(OF_DECODE if is_decode else OF_ATTENTION),
+        **(OF_DECODE if is_decode else {"is_causal": (True, False)}),
     }
     drawn = Drawn(op, values, np.random.default_rng([seed, is_decode]), is_emulated=is_emulated)
     costs = [cost(case, is_emulated=is_emulated) for case in fixed]
@@ -175,7 +171,7 @@ def cost(case: Case | DecodeCase, *, is_emulated: bool) -> float:
 def hard_cases(
     head_dims: Sequence[int], dtype: torch.dtype, seed: int, *, is_emulated: bool
 ) -> list[Case]:
-    """Return cases in which rounding shows, long ones, and batches of GPT-2's own shapes.
+    """Return cases in which rounding shows or of extreme values, long ones, and GPT-2's shapes.
 
     Those of more than 4,096 keys find errors that grow with the length; those of 12 heads find
     errors that occur only at GPT-2's own shape.
@@ -187,16 +183,21 @@ def hard_cases(
         for is_causal in (True, False)
     ]
     found += [Case(draw.randint(66, 135), head_dim, kind="offset", **fields)]
-    if dtype != torch.float16:  # in float16, scores of 1e8 overflow
+    if dtype != torch.float16:  # it holds neither scores of 1e8 nor extreme values
         found += [
             Case(draw.randint(48, 80), head_dim, 1e4, is_causal=is_causal, **fields)
             for is_causal in (True, False)
+        ]
+        extreme = random.Random(f"extreme {dtype} {seed}")
+        found += [
+            Case(extreme.randint(66, 135), head_dim, is_causal=is_causal, kind=kind, **fields)
+            for kind, is_causal in itertools.product(EXTREMES, (True, False))
         ]
     for heads in (HEADS, draw.choice(LARGER_HEADS)):
         longest = max(130, math.isqrt(int(GPT2_WORK / (2 * heads * head_dim))))
         seqlen = draw.randint(129, longest)
         found += [Case(seqlen, head_dim, batch=2, num_heads=heads, **fields)]
-    for scale in (8.0,) if is_emulated else SCALES:
+    for scale in (8.0,) if is_emulated else (0.02, 1.0, 8.0):
         found += [Case(draw.randint(513, 560), head_dim, scale, num_heads=12, **fields)]
     if is_emulated:
         return [*found, Case(LONGEST_EMULATED, head_dim, num_heads=1, **fields)]
@@ -217,16 +218,6 @@ def usual_head_dim(head_dims: Sequence[int]) -> int:
     head_dims: those that a backend takes; if there are none, it takes any.
     """
     return 64 if 64 in (head_dims or (64,)) else head_dims[0]
-
-
-def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield cases whose values span many orders of magnitude; float16 cannot hold them."""
-    if dtype == torch.float16:
-        return
-    draw = random.Random(f"extreme {dtype} {seed}")
-    for kind, is_causal in itertools.product(EXTREMES, (True, False)):
-        seqlen = draw.randint(66, 135)
-        yield Case(seqlen, head_dim, is_causal=is_causal, dtype=dtype, seed=seed, kind=kind)
 
 
 def fixed_decode_cases(

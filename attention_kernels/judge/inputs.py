@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -181,57 +182,42 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     heavy-tailed: cubes. trained: like a trained GPT-2, with small values, one column of k far from
     zero, and a first key that all queries attend to. large mean: that of v is 8, that of k is 1.
     """
-    v, half = qkv[:, :, 2], qkv.shape[1] // 2
-    if kind == "offset":
-        v += 2.5
-    elif kind == "equal":
-        qkv[:, :, :2] = scale
-        v[:] = 1.0
-        v[:, half:] = 3.0
-    elif kind == "tiny":
-        v *= 1e-30
-    elif kind == "huge":
-        v *= 1e33
-    elif kind == "alternating":
-        v[:, ::2] *= 1e-19
-        v[:, 1::2] *= 1e19
-    elif kind == "halves":
-        v[:, :half] *= 1e-25
-        v[:, half:] *= 1e16
-    elif kind == "one large column":
-        v[:, half, :, 0] *= 2.0**30
-        v[:, half, :, 1:] = 0.0
-    elif kind == "zero rows":
-        qkv[:, ::3] = 0.0
-    elif kind == "tiny scores":
-        qkv[:, :, :2] *= 1e-30
-    return _of_timed_kind(qkv, kind, scale)
-
-
-def _of_timed_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
-    q, k, v = qkv.unbind(2)
-    if kind == "peaky":
-        qkv *= 8.0
-    elif kind == "near-equal keys":
-        k.mul_(1e-3).add_(k[:, :1] * 1e3)
-    elif kind == "one-hot keys":
-        hot = torch.eye(k.shape[3]).mul_(8)[torch.arange(k.shape[1]) % k.shape[3]]
-        hot[:, 0] = 1.0
-        k *= hot[:, None]
-    elif kind == "heavy-tailed":
-        qkv.pow_(3).mul_(15**-0.5 / scale**2)
-    elif kind == "trained":
-        v *= 0.3
-        k[..., -1] += 6.0 * scale
-        q[..., -1] += 3.0 * scale
-        k[:, 0] *= 4.0
-        v[:, 0] *= 0.1
-    elif kind == "uniform":
-        qkv.mul_(0.5**0.5 / scale).erf_().mul_(3**0.5 * scale)
-    elif kind == "large mean":
-        k += 1.0
-        v += 8.0
+    (q, k, v), half = qkv.unbind(2), qkv.shape[1] // 2
+    changes: dict[Kind, Callable[[], object]] = {
+        "normal": lambda: None,
+        "offset": lambda: v.add_(2.5),
+        "equal": lambda: (qkv[:, :, :2].fill_(scale), v[:, :half].fill_(1), v[:, half:].fill_(3)),
+        "tiny": lambda: v.mul_(1e-30),
+        "huge": lambda: v.mul_(1e33),
+        "alternating": lambda: (v[:, ::2].mul_(1e-19), v[:, 1::2].mul_(1e19)),
+        "halves": lambda: (v[:, :half].mul_(1e-25), v[:, half:].mul_(1e16)),
+        "one large column": lambda: (v[:, half, :, 0].mul_(2.0**30), v[:, half, :, 1:].zero_()),
+        "zero rows": qkv[:, ::3].zero_,
+        "tiny scores": lambda: qkv[:, :, :2].mul_(1e-30),
+        "peaky": lambda: qkv.mul_(8.0),
+        "near-equal keys": lambda: k.mul_(1e-3).add_(k[:, :1] * 1e3),
+        "one-hot keys": lambda: _make_one_hot(k),
+        "heavy-tailed": lambda: qkv.pow_(3).mul_(15**-0.5 / scale**2),
+        "trained": lambda: _make_trained(q, k, v, scale),
+        "uniform": lambda: qkv.mul_(0.5**0.5 / scale).erf_().mul_(3**0.5 * scale),
+        "large mean": lambda: (k.add_(1.0), v.add_(8.0)),
+    }
+    changes[kind]()
     return qkv
+
+
+def _make_one_hot(k: Tensor) -> None:
+    hot = torch.eye(k.shape[3]).mul_(8)[torch.arange(k.shape[1]) % k.shape[3]]
+    hot[:, 0] = 1.0
+    k *= hot[:, None]
+
+
+def _make_trained(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    v *= 0.3
+    k[..., -1] += 6.0 * scale
+    q[..., -1] += 3.0 * scale
+    k[:, 0] *= 4.0
+    v[:, 0] *= 0.1
 
 
 def arrange(qkv: Tensor, layout: str, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,20 +247,16 @@ def arrange(qkv: Tensor, layout: str, group: int = 1) -> tuple[Tensor, Tensor, T
 
 def _placed(x: Tensor, layout: str, width: int) -> Tensor:
     """Return a copy in another layout; width: of gaps, in 16 bytes."""
-    placed = x.contiguous()
-    if layout == "fused":
-        placed = torch.stack([x * 2, x, x * -3], 2)[:, :, 1]
-    elif layout == "transposed":
-        placed = x.transpose(1, 2).contiguous().transpose(1, 2)
-    elif layout == "gaps":
-        placed = _with_gaps(x, width, width * 16 // x.element_size())
-    elif layout == "unaligned":
-        placed = _with_gaps(x, 1, 1)
-    elif layout == "one head":
-        placed = x[:, :, :1].contiguous().expand(x.shape)
-    elif layout == "one row":
-        placed = x[:1].contiguous().expand(x.shape)
-    return placed
+    copies: dict[str, Callable[[], Tensor]] = {
+        "contiguous": x.contiguous,
+        "fused": lambda: torch.stack([x * 2, x, x * -3], 2)[:, :, 1],
+        "transposed": lambda: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "gaps": lambda: _with_gaps(x, width, width * 16 // x.element_size()),
+        "unaligned": lambda: _with_gaps(x, 1, 1),
+        "one head": lambda: x[:, :, :1].contiguous().expand(x.shape),
+        "one row": lambda: x[:1].contiguous().expand(x.shape),
+    }
+    return copies[layout]()
 
 
 def _with_gaps(x: Tensor, width: int, pad: int) -> Tensor:

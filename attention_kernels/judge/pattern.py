@@ -74,9 +74,8 @@ def _properties(failed: Sequence[_Facts], passed: Sequence[_Facts]) -> Iterator[
 
 
 def _facts(case: Case | DecodeCase) -> _Facts:
-    is_causal = "causal" if isinstance(case, Case) and case.is_causal else "full"
     return {
-        "mask": is_causal if isinstance(case, Case) else "decode",
+        "mask": ("full", "causal")[case.is_causal] if isinstance(case, Case) else "decode",
         **{name: getattr(case, name) for name in SIZES},
         "dtype": dtype_name(case.dtype),
         "layout": f"{case.layout} layout",

@@ -222,15 +222,12 @@ def _lock(file: Path, label: str) -> Iterator[None]:
 
 def _check_trusted(path: Path) -> None:
     """Raise BuildError if another user owns a path in the cache or may write to it."""
-    status, other = path.stat(), "or name another folder with ATTENTION_KERNELS_CACHE"
-    if status.st_uid not in (os.geteuid(), 0):
+    status = path.stat()
+    is_ours = status.st_uid in (os.geteuid(), 0)
+    if not is_ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
-            f"{path} belongs to another user, whose kernels would run as yours: delete it, {other}"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        close = shlex.join(["chmod", "go-w", str(path)])
-        raise BuildError(
-            f"other users may write to {path}, whose kernels run as yours: {close}, {other}"
+            f"{path} {'may be written by' if is_ours else 'belongs to'} other users, whose kernels "
+            "would run as yours: delete it, or name another folder with ATTENTION_KERNELS_CACHE"
         )
 
 
