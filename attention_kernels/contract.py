@@ -98,10 +98,14 @@ def check_decode(
 
 
 def check_tensors(arguments: Mapping[str, object]) -> None:
-    """Raise ArgumentError for the first argument that is no tensor, but a NumPy array, say."""
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise ArgumentError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    """Raise ArgumentError for arguments that are not tensors, for example NumPy arrays."""
+    wrong = [
+        f"{name} must be a torch.Tensor, not {type(value).__name__}"
+        for name, value in arguments.items()
+        if not isinstance(value, Tensor)
+    ]
+    if wrong:
+        raise ArgumentError("; ".join(wrong))
 
 
 def per_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
