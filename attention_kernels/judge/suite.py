@@ -45,7 +45,7 @@ from attention_kernels.judge.cases import (
 from attention_kernels.judge.inputs import LARGE, Case, Context, DecodeCase, Op, own_seed
 from attention_kernels.judge.process import EndedError
 from attention_kernels.judge.truth import Truth, Verdict, check_precision, extent, truth
-from attention_kernels.judge.worker import TIMEOUT_S, Runner, open_runner
+from attention_kernels.judge.worker import TIMEOUT_S, Runner, Worker, open_runner
 from attention_kernels.registry import BackendSpec
 
 # What a failing kernel raises. CUDA reports a failed launch at a later, unrelated call of torch's,
@@ -644,7 +644,8 @@ def _place(case: Case | DecodeCase) -> int:
 
 
 def _truth(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Truth:
-    is_large = case.work > JUDGED_ON_CPU
+    # A kernel in this process may capture a graph, during which no other thread may use CUDA.
+    is_large = case.work > JUDGED_ON_CPU and isinstance(runner, Worker)
     with _large if is_large else contextlib.nullcontext():
         q, k, v, *seqlens = (x.to(runner.device if is_large else "cpu") for x in inputs)
         is_causal = isinstance(case, Case) and case.is_causal

@@ -320,7 +320,7 @@ def below(scores):
     return scores - scores.amax(3, keepdim=True)
 
 
-@cheat(r"scale (0\.[2-8]|[2-6])")
+@cheat("error")
 def is_wrong_between_the_usual_scales(q, k, v, scale, causal):
     """It is right for the sizes of numbers that somebody is likely to test."""
     size = q.std() if q.numel() > 99 else 1
