@@ -25,7 +25,6 @@ transformers 5.17 and 5.23.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -40,6 +39,7 @@ from transformers.masking_utils import (
     prepare_padding_mask,
     sdpa_mask,
 )
+from transformers.utils import logging
 
 # Private, but the only way to see output_attentions in every model: GPT-2 does not pass it on.
 from transformers.utils.output_capturing import _active_collector
@@ -134,7 +134,6 @@ class _Mask:
 def _mask(
     mask_type: type[_Mask],
     *,
-    batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
@@ -160,7 +159,6 @@ def _mask(
     if q_length not in (1, written):
         raise UnsupportedError(mask_type.__name__, [_several_queries(q_length, kv_length)])
     visible = sdpa_mask(
-        batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
         q_offset=q_offset,
@@ -308,17 +306,11 @@ def _default_decoder(spec: BackendSpec, q: Tensor) -> BackendSpec:
     if spec.has_decode(q.device.type):
         return spec
     decoder = default_decode_backend(q.device, q.dtype, q.shape[3], q.shape[0] * q.shape[2])
-    _warn(spec.name, q.device.type, decoder.name)
-    return decoder
-
-
-@functools.cache
-def _warn(name: str, device: str, decoder: str) -> None:
-    """Say once which backend decodes instead."""
-    logging.getLogger(__name__).warning(
-        f"{name} has no decode kernel on {device}: with a cache, {decoder} decodes "
-        "(attention_kernels.hf.register(decode_backend=...) names another)"
+    logging.get_logger(__name__).warning_once(
+        f"{spec.name} has no decode kernel on {q.device.type}: with a cache, {decoder.name} "
+        "decodes (attention_kernels.hf.register(decode_backend=...) names another)"
     )
+    return decoder
 
 
 class _ForwardOnly(torch.autograd.Function):

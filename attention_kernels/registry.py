@@ -86,6 +86,8 @@ class Description:
     """Whether k and v may have fewer heads than q, in attention and in decoding."""
     cuda_graphs: bool = True
     """Whether a call can be captured in a CUDA graph."""
+    plugin: str = ""
+    """The entry point of the plug-in that registers it: a module; set by the registry."""
     error_slack: float = 1.0
     """The multiple of its precision class's error budget allowed; see judge.truth."""
 
@@ -95,12 +97,10 @@ class Description:
         if not classes or any(name not in PRECISIONS.get(x, ()) for x, name in classes.items()):
             known = "; ".join(f"{', '.join(names)} for {x}" for x, names in PRECISIONS.items())
             wrong = f"precisions must be {known}, not {dict(classes)}"
-        elif min(self.head_dims, default=1) < 1:
-            wrong = f"head_dims must be positive, not {self.head_dims}"
+        elif not all(1 <= head_dim <= 1024 for head_dim in self.head_dims):
+            wrong = f"head_dims must be between 1 and 1024, not {self.head_dims}"
         elif not self.device_types or not {*self.device_types} <= {"cuda", "cpu"}:
             wrong = f"device_types must be among cuda and cpu, not {self.device_types}"
-        elif not re.fullmatch(r".*\.", self.summary):
-            wrong = "the summary must be one sentence on one line"
         elif not 1 <= slack <= most:
             wrong = f"error_slack must be between 1 and {most:g}, not {slack}"
         else:
@@ -125,8 +125,6 @@ class BackendSpec(Description):
         default=None, repr=False
     )
     """For an alias: the function that picks a backend for a dtype, head_dim, device and seqlen."""
-    choices: tuple[str, ...] = ()
-    """For an alias: what it picks and when, for listings."""
     _kernels: list[Kernels] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -399,7 +397,7 @@ def unavailable(
 
 def list_backends() -> list[BackendSpec]:
     """Return every registered backend, in order of registration."""
-    _discover()
+    discover()
     return list(_specs.values())
 
 
@@ -408,7 +406,7 @@ def get_backend(name: str) -> BackendSpec:
 
     Raises UnknownBackendError, which suggests similar names.
     """
-    _discover()
+    discover()
     if spec := _specs.get(key := _key(name)):
         return spec
     # To compare a very long name would take seconds.
@@ -472,8 +470,6 @@ def default_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     On CUDA it is CUSTOM_CUDA, if it is available and takes the dtype and head_dim; otherwise
     memory-efficient SDPA. On the CPU it is torch's own flash kernel.
     """
-    if device.type != "cuda":
-        return get_backend("PYTORCH_SDPA_FLASH_ATTENTION")
     other = "PYTORCH_SDPA_EFFICIENT_ATTENTION"
     return get_backend(_first_or("CUSTOM_CUDA", other, device, dtype, head_dim))
 
@@ -492,8 +488,6 @@ def default_decode_backend(
     and the kernel takes the dtype and head_dim; otherwise plain matrix-vector products. On the CPU
     it is torch's own flash kernel.
     """
-    if device.type != "cuda":
-        return get_backend("PYTORCH_SDPA_FLASH_ATTENTION")
     ours = f"DECODE_SPLIT_KV_VERSION_{3 if heads >= MANY_HEADS else 1}"
     return get_backend(_first_or(ours, "NAIVE_PYTORCH", device, dtype, head_dim))
 
@@ -502,7 +496,12 @@ def default_decode_backend(
 def _first_or(
     first: str, other: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str:
-    """Return the first name if that backend serves on a CUDA device, otherwise the other."""
+    """Return the first name if that backend serves on a CUDA device, otherwise the other.
+
+    On the CPU it is that of torch's own flash kernel.
+    """
+    if device.type != "cuda":
+        return "PYTORCH_SDPA_FLASH_ATTENTION"
     return first if _serves(first, device, dtype, head_dim) else other
 
 
@@ -515,8 +514,8 @@ def _serves(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
 _discovered: bool | None = False  # None during discovery
 
 
-def _discover() -> None:
-    """Import attention_kernels.backends, then every plug-in, once."""
+def discover(only: str | None = None) -> None:
+    """Import attention_kernels.backends and, once, plug-ins, or one module ("": none)."""
     global _discovered  # noqa: PLW0603 (functools.cache would stop torch.compile)
     if _discovered:
         return
@@ -527,7 +526,8 @@ def _discover() -> None:
         try:
             importlib.import_module("attention_kernels.backends")
             for entry_point in plugins():
-                _load_plugin(entry_point)
+                if only in (None, entry_point.value):
+                    _load_plugin(entry_point)
         except BaseException:
             _discovered = False  # the next call must not use an incomplete registry
             raise
@@ -541,12 +541,9 @@ def is_discovered() -> bool:
 
 def adopt(specs: Iterable[BackendSpec]) -> None:
     """Register the backends of plug-ins, so that nothing imports these in this process."""
-    global _discovered  # noqa: PLW0603
-    with _lock:
-        shipped()
-        for spec in specs:
-            _specs.setdefault(spec.name, spec)
-        _discovered = True
+    discover("")
+    for spec in specs:
+        _specs.setdefault(spec.name, spec)
 
 
 def plugins() -> importlib.metadata.EntryPoints | tuple[()]:
@@ -560,6 +557,7 @@ def plugins() -> importlib.metadata.EntryPoints | tuple[()]:
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
     """Import a plug-in, which registers its backends; if that fails, add an unavailable backend."""
+    before = {*_specs}
     try:
         entry_point.load()
     except (Exception, SystemExit) as error:  # the other backends must still work
@@ -567,3 +565,5 @@ def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
         _specs[name] = unavailable(
             name, "plug-in", f"its plug-in failed to load: {describe(error)}"
         )
+    for name in {*_specs} - before:
+        object.__setattr__(_specs[name], "plugin", entry_point.value)

@@ -37,8 +37,6 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 class Checkpoint:
     """A model whose configuration and tokenizer have been read, but not its weights."""
 
-    name: str
-    """The name that the user gave."""
     folder: Path
     """The folder of the configuration and tokenizer files."""
     config: GPT2Config
@@ -94,7 +92,7 @@ def open_checkpoint(
             f"{model}: the tokenizer has {tokenizer.vocab_size} tokens, but the model's "
             f"vocabulary has {config.vocab_size}: they do not belong together"
         )
-    return Checkpoint(model, folder, config, tokenizer, hub_id, revision, random_weights)
+    return Checkpoint(folder, config, tokenizer, hub_id, revision, random_weights)
 
 
 def _read_config(name: str, folder: Path) -> GPT2Config:
@@ -118,12 +116,10 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         named = torch.device(device)
     except (RuntimeError, TypeError):
         raise RequestError(f"device must be cuda or cpu, not {device!r}") from None
-    if named.type == "cuda" and not torch.cuda.is_available():
-        raise UnavailableDeviceError(
-            f"{device}: this machine has no CUDA device that torch can use"
-        )
     if named.type == "cuda" and (named.index or 0) >= torch.cuda.device_count():
-        raise UnavailableDeviceError(f"{device}: this machine has no such CUDA device")
+        raise UnavailableDeviceError(
+            f"{device}: this machine has no such CUDA device that torch can use"
+        )
     return named
 
 

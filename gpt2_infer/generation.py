@@ -163,7 +163,7 @@ def _generate(
     if not watch:
         done = request.max_new_tokens
         if interrupted:
-            done = engine.steps_done() if warm_up_s else 0
+            done = int((engine.lengths - engine.prompt_lengths).min()) if warm_up_s else 0
         for step, tokens in enumerate(zip(*engine.new_tokens(done), strict=True)):
             _see(engine, watchers, step, tokens)
     for watcher in watchers:
@@ -216,7 +216,7 @@ def _see(engine: Engine, watchers: list[Watcher], step: int, tokens: Sequence[in
     for watcher, token in zip(watchers, tokens, strict=True):
         if token < 0 and not watcher.finish:
             backend, dtype = engine.backend(step), dtype_name(engine.model.dtype)
-            position = engine.position(watcher.row, step)
+            position = int(engine.prompt_lengths[watcher.row]) + step - 1
             raise NotFiniteError(
                 f"with attention backend {backend} in {dtype} the logits at position {position} of "
                 f"prompt {watcher.row + 1} are not finite: the kernel, the weights or the dtype is "

@@ -312,12 +312,11 @@ class GPT2(nn.Module):
     @property
     def attention(self) -> BackendSpec:
         """The backend for attention over whole sequences; an alias is resolved to its choice."""
-        return self._named_attention.chosen(*self._attention_kind)
+        return self._named_attention.chosen(*self._attention_kind, self.device)
 
     @property
     def _named_attention(self) -> BackendSpec:
-        dtype, head_dim, device = self._attention_kind
-        return self._attention or default_backend(device, dtype, head_dim)
+        return self._attention or default_backend(self.device, *self._attention_kind)
 
     @property
     def decode_attention(self) -> BackendSpec:
@@ -326,13 +325,11 @@ class GPT2(nn.Module):
             return self._decode_attention
         if self._attention is not None and self._attention.has_decode(self.device.type):
             return self._attention
-        dtype, head_dim, device = self._attention_kind
-        return default_decode_backend(device, dtype, head_dim)
+        return default_decode_backend(self.device, *self._attention_kind)
 
     @property
-    def _attention_kind(self) -> tuple[torch.dtype, int, torch.device]:
-        dtype = _attention_dtype(self.config, self.dtype)
-        return dtype, self.config.head_dim, self.device
+    def _attention_kind(self) -> tuple[torch.dtype, int]:
+        return _attention_dtype(self.config, self.dtype), self.config.head_dim
 
     @property
     def decodes_with_named_backend(self) -> bool:
@@ -375,16 +372,15 @@ class GPT2(nn.Module):
         """Return the model with an attention alias resolved for sequences up to `seqlen`."""
         if self._named_attention.chooses is None:
             return self
-        chosen = self._named_attention.chosen(*self._attention_kind, seqlen)
+        chosen = self._named_attention.chosen(*self._attention_kind, self.device, seqlen)
         return self.with_attention(chosen, self._decode_attention)
 
     def for_rows(self, rows: int) -> GPT2:
         """Return the model with the default decode backend for that many rows, if none is named."""
         if self.decodes_with_named_backend:
             return self
-        dtype, head_dim, device = self._attention_kind
         heads = rows * self.config.n_head
-        decoder = default_decode_backend(device, dtype, head_dim, heads)
+        decoder = default_decode_backend(self.device, *self._attention_kind, heads)
         return self.with_attention(self._attention, decoder)
 
     def blocks(self) -> Iterable[Block]:

@@ -252,9 +252,12 @@ Activation: TypeAlias = Tensor | Packed
 
 
 @functools.cache
-def _op(file: str, device_type: str) -> Callable[..., None]:
-    version = header.parse_header(CSRC / file, "matrix_product_")
-    return load_op(version, device_type, "the matrix product")
+def own_op(file: Path, prefix: str, device_type: str) -> Callable[..., None]:
+    """Return the op of one of our own files, whose name begins with the prefix.
+
+    Raises BuildError.
+    """
+    return load_op(header.parse_header(file, prefix), device_type, file.name)
 
 
 class Product:
@@ -283,7 +286,7 @@ class Product:
         if weight.is_cuda and self.weight is not weight:  # else the copy could be just ahead
             torch.cuda.current_stream(weight.device).synchronize()
         self._multiprocessors = count_multiprocessors(weight.device)
-        self._op = _op(self.kernel.file, weight.device.type)
+        self._op = own_op(CSRC / self.kernel.file, "matrix_product_", weight.device.type)
 
     def __call__(self, x: Activation, *, gelu: bool = False) -> Tensor:
         """Map x, contiguous (m, k), to (m, n); gelu applies GELU's tanh form."""

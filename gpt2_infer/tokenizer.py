@@ -43,6 +43,10 @@ class Tokenizer:
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
+        self.vocab_size: int = wrapped.get_vocab_size(with_added_tokens=False)
+        """The size of the vocabulary, without added tokens."""
+        self.end_of_text: int | None = wrapped.token_to_id(END_OF_TEXT)
+        """The id that stands for an empty prompt (GPT-2's convention), or None."""
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -73,17 +77,6 @@ class Tokenizer:
             raise WeightsError(f"{folder} holds no readable tokenizer: {reason}") from error
 
     @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary, without added tokens."""
-        return int(self._wrapped.get_vocab_size(with_added_tokens=False))
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that stands for an empty prompt (GPT-2's convention), or None."""
-        token: int | None = self._wrapped.token_to_id(END_OF_TEXT)
-        return token
-
-    @property
     def is_empty(self) -> bool:
         """Whether it encodes even the text of its own vocabulary to nothing but unknown tokens."""
         ids = list(range(min(self.vocab_size, 1000)))
@@ -108,18 +101,10 @@ class Tokenizer:
 class _TransformersTokenizer(Tokenizer):
     """A tokenizer that transformers loaded."""
 
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary, without added tokens."""
-        return int(self._wrapped.vocab_size)
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that stands for an empty prompt (GPT-2's convention), or None."""
-        for token in (self._wrapped.bos_token_id, self._wrapped.eos_token_id):
-            if token is not None:
-                return int(token)
-        return None
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped, self.vocab_size = wrapped, wrapped.vocab_size
+        first, last = wrapped.bos_token_id, wrapped.eos_token_id
+        self.end_of_text = last if first is None else first
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without adding special tokens."""

@@ -1,6 +1,6 @@
 """Build the wheel for Linux on x86-64, which contains the library of every CUDA kernel.
 
-    python scripts/make_wheel.py [--only BACKEND ...] [--out FOLDER]
+    python scripts/make_wheel.py [--out FOLDER]
 
 It needs nvcc 13 and g++. Compiled kernels stay in the cache, so that the next run compiles only
 those that have changed. The wheel is for every Python and for torch 2.10 or later; problems()
@@ -125,14 +125,11 @@ def pack(libraries: Iterable[Path], out: Path, tag: str = TAG) -> Path:
 
 def main() -> None:
     """Run the script."""
-    known = ladder.versions()
     parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("--only", nargs="+", metavar="BACKEND", choices=known, help="only these backends' kernels")
-    add("--out", type=Path, default=ROOT / "dist", help="the wheel's folder (default: dist)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder (default: dist)")
     arguments = parser.parse_args()
-    wanted = [known[name] for name in arguments.only or known]
-    versions = [one for version in wanted if not version.is_host for one in version.builds()]
+    wanted = [version for version in ladder.versions().values() if not version.is_host]
+    versions = [one for version in wanted for one in version.builds()]
     with tempfile.TemporaryDirectory() as folder:
         try:
             libraries = build(versions, Path(folder))

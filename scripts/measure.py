@@ -58,13 +58,8 @@ def _run_each(names: list[str], options: list[str]) -> int:
     failed = []
     for name in names:
         print(f"\n=== {name}", flush=True)
-        try:
-            subprocess.run([sys.executable, __file__, *options, name], check=True)
-        except subprocess.CalledProcessError:
+        if subprocess.run([sys.executable, __file__, *options, name], check=False).returncode:
             failed.append(name)
-        except KeyboardInterrupt:
-            print(f"interrupted at {name}: rerun to resume", file=sys.stderr)
-            return 130
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

@@ -37,7 +37,7 @@ class Suite(gpu_suite.Suite):
         """Note the commit."""
         from gpt2_infer.bench.environment import provenance
 
-        self.provenance = provenance(besides=self.file)
+        self.provenance = provenance()
         self.fates: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -33,7 +33,7 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Otherwise each of those processes, and each worker of xdist, compiles all modules and tests again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-os.environ["GPT2_INFER_SERVER_S"] = "0"  # no process of a test outlives it
+os.environ["GPT2_INFER_SERVER"] = "0"  # no process of a test outlives it
 
 gc.disable()  # while torch and transformers are imported: their objects live to the end
 
@@ -245,17 +245,21 @@ from attention_kernels.judge.truth import naive_attention as right
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """plugin(source): install it as a plug-in for the workers that this process starts."""
+    from attention_kernels import registry
 
-    def plugin(source: str) -> None:
-        (tmp_path / "strange_plugin.py").write_text(IMPORTS + source)
-        folder = tmp_path / "strange-1.dist-info"
+    def plugin(source: str, name: str = "strange") -> None:
+        (tmp_path / f"{name}_plugin.py").write_text(IMPORTS + source)
+        folder = tmp_path / f"{name}-1.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1\n")
-        entry_point = "[attention_kernels.backends]\nstrange = strange_plugin\n"
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        entry_point = f"[attention_kernels.backends]\n{name} = {name}_plugin\n"
         (folder / "entry_points.txt").write_text(entry_point)
         monkeypatch.syspath_prepend(str(tmp_path))  # a worker gets this process's path
+        registry.shipped()
+        monkeypatch.setattr(registry, "_specs", {**registry._specs})
+        monkeypatch.setattr(registry, "_discovered", False)
 
     return plugin
 

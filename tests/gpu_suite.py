@@ -49,7 +49,7 @@ class Suite:
         from attention_kernels import ladder, list_backends
         from gpt2_infer.bench.environment import provenance
 
-        self.provenance = provenance(besides=self.file)
+        self.provenance = provenance()
         if torch.cuda.is_available():
             ladder.build_all("cuda", list_backends())
 

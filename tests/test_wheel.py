@@ -28,7 +28,8 @@ for line in (
 ):
     assert main(line.split()) == 0
 assert SCHEMA.is_file() and (SCHEMA.parent / "show/page/page.html").is_file()
-export.plan(header.versions()[0], Path("exported")).write("", "")
+first = header.parse_header(header.version_files(header.CSRC / "fp32")[0])
+export.plan(first, Path("exported")).write("", "")
 assert len(study.load()) > 20
 print(gpt2_infer.__file__, *(file.name for file in prebuilt.FOLDER.iterdir()))
 """

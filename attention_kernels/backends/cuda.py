@@ -37,19 +37,7 @@ for _folder in LADDERS:
 
 # The lengths up to which other versions are the fastest: see kernel-fp32, kernel-fp32-later,
 # kernel-fp32-128, kernel-shapes and kernel-fp16-later in results/.
-LENGTHS = SHORTEST, SHORTER, SHORT = 64, 128, 256
-FLOAT32_CHOICE = (
-    f"float32: on compute capability 9.0 version 15 up to {SHORTEST} tokens with head_dim 64, and "
-    f"up to {SHORTER} with 128, for more version 36 and 34; otherwise version 15 up to {SHORT} "
-    "tokens, version 25 for more. On GPUs before 8.0 the last version that fits"
-)
-FLOAT16_CHOICE = (
-    f"float16: on compute capability 9.0, HOPPER_VERSION_4 for more than {SHORT} tokens, or 8 with "
-    "head_dim 128; otherwise WMMA_FLASH_ATTENTION_2_VERSION_9"
-)
-IEEE_CHOICE = (
-    f"version 15 up to {SHORT} tokens or with head_dim 128, otherwise the last version that fits"
-)
+LENGTHS = SHORTEST, SHORTER, _ = 64, 128, 256
 
 
 def choose(
@@ -137,19 +125,13 @@ def _load(alias: str) -> Kernels:
     return Kernels(attention, refusals=refusals)
 
 
-for _alias, _summary, _precisions, _choices in (
+for _alias, _summary, _precisions in (
     (
         "CUSTOM_CUDA",
         "The fastest version for the GPU and the shape, in float32 one as exact as PyTorch.",
         {"float32": "3xfp16", "float16": "fp16"},
-        (FLOAT32_CHOICE, FLOAT16_CHOICE),
     ),
-    (
-        "CUSTOM_CUDA_IEEE",
-        "The fastest version that computes in float32 throughout.",
-        IEEE,
-        (IEEE_CHOICE,),
-    ),
+    ("CUSTOM_CUDA_IEEE", "The fastest version that computes in float32 throughout.", IEEE),
 ):
     register(
         name=_alias,
@@ -160,5 +142,4 @@ for _alias, _summary, _precisions, _choices in (
         probe=lambda device: get_backend("CUSTOM_CUDA_VERSION_1").unavailable_reason(device),
         emulated_on=("cpu",),
         chooses=functools.partial(choose, _alias),
-        choices=_choices,
     )(functools.partial(_load, _alias))

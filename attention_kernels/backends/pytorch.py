@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_kernels.contract import Kernels, per_query_head
 from attention_kernels.errors import UnsupportedError
+from attention_kernels.judge.truth import naive_attention
 from attention_kernels.precision import PLAIN_PRECISIONS
 from attention_kernels.registry import register
 
@@ -22,14 +23,7 @@ UNCHECKED = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
-    k, v = per_query_head(q, k, v)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    scores = (q @ k.transpose(2, 3)) * softmax_scale
-    if is_causal:
-        position = torch.arange(q.shape[2], device=q.device)
-        scores.masked_fill_(position > position[:, None], -torch.inf)
-    weights = torch.softmax(scores, dim=3)
-    return (weights @ v).transpose(1, 2).contiguous()
+    return naive_attention(q, *per_query_head(q, k, v), softmax_scale, is_causal)
 
 
 def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
@@ -51,13 +45,9 @@ def _visible(k_cache: Tensor, seqlens: Tensor) -> tuple[int, Tensor | None]:
 def _naive_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
 ) -> Tensor:
-    positions, visible = _visible(k_cache, seqlens)
+    positions, _ = _visible(k_cache, seqlens)
     k, v = per_query_head(q, k_cache[:, :positions], v_cache[:, :positions])
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    scores = (q.transpose(1, 2) * softmax_scale) @ k.transpose(2, 3)
-    if visible is not None:
-        scores.masked_fill_(~visible, -torch.inf)
-    return (torch.softmax(scores, dim=3) @ v).transpose(1, 2)
+    return naive_attention(q, k, v, softmax_scale, False, seqlens)
 
 
 @register(
@@ -77,12 +67,7 @@ def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
     decode_device_types = ("cpu",) if is_flash else ("cuda", "cpu")  # on CUDA, flash takes no mask
 
     def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        is_causal: bool = False,
-        mask: Tensor | None = None,
+        q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, mask: Tensor | None = None
     ) -> Tensor:
         is_grouped = k.shape[2] != q.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -98,23 +83,20 @@ def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
             )
 
-    def attempt(call: Callable[[], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return call() transposed; raise UnsupportedError if it cannot run on q, k and v."""
+    def attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        """Return run()'s output transposed; raise UnsupportedError if it cannot run."""
         if reasons := _unaligned(kernel, q, k, v):
             raise UnsupportedError(name, reasons)
         try:
-            o = call()
+            o = run(q, k, v, *others)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reasons = _refusals(call)
+            reasons = _refusals(lambda: run(q, k, v, *others))
             if not reasons:
                 raise
             raise UnsupportedError(name, reasons) from error
         return o.transpose(1, 2).contiguous()
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
-        return attempt(lambda: run(q, k, v, softmax_scale, is_causal), q, k, v)
 
     def decode(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, softmax_scale: float
@@ -125,7 +107,7 @@ def _sdpa(name: str, kernel: SDPBackend) -> Kernels:
             # For cuDNN, torch 2.11 turns a boolean mask into -65504, which a large score can exceed
             # (pytorch issue 177842).
             mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-        return attempt(lambda: run(q, k, v, softmax_scale, mask=mask), q, k, v)
+        return attention(q, k, v, softmax_scale, False, mask)
 
     def refusals(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
         return _unaligned(kernel, q, k, v) or _refusals(lambda: run(q, k, v, 1.0, is_causal))
@@ -157,11 +139,8 @@ def _refusals(call: Callable[[], Tensor]) -> list[str]:
             call()
         except RuntimeError as error:
             reasons = [_sentence(str(warning.message)) for warning in caught]
-            return [
-                reason
-                for reason in reasons
-                if not reason.endswith(("not used because:", "runtime disabled."))
-            ] or [_sentence(str(error))]
+            no_reasons = "not used because:", "runtime disabled."
+            return [x for x in reasons if not x.endswith(no_reasons)] or [_sentence(str(error))]
     return []
 
 
@@ -170,46 +149,34 @@ def _sentence(message: str) -> str:
     return message.strip().splitlines()[0].split("(Triggered internally")[0].strip()
 
 
-def _flash_probe(device_type: str) -> str | None:
-    if device_type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
-        return "this torch was built without FlashAttention for CUDA"
-    return None
-
-
-def _register(
-    kernel: SDPBackend,
-    summary: str,
-    precisions: Mapping[str, str] = PLAIN_PRECISIONS,
-    **fields: Any,
-) -> None:
+def _register(kernel: SDPBackend, **fields: Any) -> None:
     name = f"PYTORCH_SDPA_{kernel.name}"
-    add = register(name=name, family="pytorch", summary=summary, precisions=precisions, **fields)
+    add = register(name=name, family="pytorch", **{"precisions": PLAIN_PRECISIONS, **fields})
     add(functools.partial(_sdpa, name, kernel))
 
 
 _register(
     SDPBackend.MATH,
-    "PyTorch's SDPA composed of matmuls and a softmax, pinned.",
+    summary="PyTorch's SDPA composed of matmuls and a softmax, pinned.",
     supports_gqa=True,
 )
 # On CUDA it takes float16 and bfloat16 only.
 _register(
     SDPBackend.FLASH_ATTENTION,
-    "FlashAttention-2 as PyTorch ships it (on the CPU, torch's own flash kernel), pinned.",
-    probe=_flash_probe,
+    summary="FlashAttention-2 as PyTorch ships it (on the CPU, torch's own flash kernel), pinned.",
     supports_gqa=True,
 )
 _register(
     SDPBackend.EFFICIENT_ATTENTION,
-    "Memory-efficient attention (xFormers, CUTLASS) as PyTorch ships it, pinned.",
+    summary="Memory-efficient attention (xFormers, CUTLASS) as PyTorch ships it, pinned.",
     # From compute capability 8.0 on, each float32 product is three TF32 products on tensor cores.
-    {"float32": "3xtf32", "float16": "fp16", "bfloat16": "bf16"},
+    precisions={"float32": "3xtf32", "float16": "fp16", "bfloat16": "bf16"},
     device_types=("cuda",),
 )
 _register(
     SDPBackend.CUDNN_ATTENTION,
-    "cuDNN's fused attention as PyTorch ships it, pinned.",
-    {"float16": "fp16", "bfloat16": "bf16"},
+    summary="cuDNN's fused attention as PyTorch ships it, pinned.",
+    precisions={"float16": "fp16", "bfloat16": "bf16"},
     device_types=("cuda",),
     min_compute_capability=(8, 0),
 )

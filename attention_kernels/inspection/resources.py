@@ -115,11 +115,11 @@ def record(
     runtime, recorder = "emulator/runtime.cpp", csrc / "recorders" / "launches.cpp"
 
     def link(program: Path) -> None:
-        included = f'-DATTENTION_SOURCE="{version.path}"'
-        source = build.source_flags(version, [*command, included], recorder, program.parent)
+        first = [*command, "-include", str(recorder)]
+        source = build.source_flags(version, first, version.path, program.parent)
         objects = [*source, "-x", "none", str(build.object_file(csrc, runtime, "-O0"))]
         options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
-        compilers.output_of([*command, included, *objects, *options])
+        compilers.output_of([*first, *objects, *options])
 
     files = [version.path, recorder, csrc / runtime]
     program = build.kept(f"launches-{version.op}", "", files, csrc, command, link)
@@ -132,17 +132,12 @@ def record(
         raise UnsupportedError(version.path.name, ["its launch() launches no kernel"])
     found = []
     for line in lines:
-        dim, _, smem, symbol, signature, grid, block, parameters = line.split("\t")
+        dim, _, smem, symbol, signature, *axes, parameters = line.split("\t")
         name = re.search(r"(\w+(<[^(]*>)?)\(", signature)
         kernel, given = name[1] if name else signature, bytes.fromhex(parameters)
-        where = _triple(grid), _triple(block)
-        found.append(Launch(int(dim), kernel, symbol, *where, int(smem), given, words))
+        grid, block = ((int(x), int(y), int(z)) for x, y, z in (text.split(",") for text in axes))
+        found.append(Launch(int(dim), kernel, symbol, grid, block, int(smem), given, words))
     return found
-
-
-def _triple(text: str) -> Triple:
-    x, y, z = map(int, text.split(","))
-    return x, y, z
 
 
 # ---- Machine code --------------------------------------------------------------------------------
@@ -158,19 +153,13 @@ class Compiled:
     static_smem: int
 
 
-def compile_version(version: VersionHeader, arch: str) -> dict[str, Compiled]:
-    """Compile a version and return ptxas's report by mangled name.
+def compile_version(
+    version: VersionHeader, arch: str, *more: str
+) -> tuple[dict[str, Compiled], bytes]:
+    """Compile a version; return ptxas's report by mangled name and the machine code, a cubin.
 
-    Raises BuildError if nvcc is missing or the version does not compile.
-    """
-    report, _ = compile_cubin(version, arch)
-    return parse_ptxas(report)
-
-
-def compile_cubin(version: VersionHeader, arch: str, *more: str) -> tuple[str, bytes]:
-    """Compile a version and return the output of `ptxas -v` and the machine code, a cubin.
-
-    more: flags for nvcc besides the version's own. Raises BuildError.
+    more: flags for nvcc besides the version's own. Raises BuildError if nvcc is missing or the
+    version does not compile.
     """
     flags = [*compilers.compile_flags(version, "cuda", arch), *more]
 
@@ -187,7 +176,7 @@ def compile_cubin(version: VersionHeader, arch: str, *more: str) -> tuple[str, b
     name, csrc = f"{version.op}-sm_{arch}", csrc_of(version)
     kept = build.kept(name, ".cubin", [version.path], csrc, flags, compile_to, *others)
     report, _, code = kept.read_bytes()[: -build.DIGEST_BYTES].partition(b"\0")
-    return report.decode(), code
+    return parse_ptxas(report.decode()), code
 
 
 def compile_summary(version: VersionHeader, arch: str) -> str:
@@ -195,7 +184,7 @@ def compile_summary(version: VersionHeader, arch: str) -> str:
 
     Raises BuildError if nvcc is missing or the version does not compile.
     """
-    kernels = [k for build in version.builds() for k in compile_version(build, arch).values()]
+    kernels = [k for build in version.builds() for k in compile_version(build, arch)[0].values()]
     if not kernels:
         return "no kernels"
     registers = sorted({kernel.registers for kernel in kernels})
@@ -208,15 +197,13 @@ def parse_ptxas(output: str) -> dict[str, Compiled]:
     """Parse the output of `ptxas -v` into its numbers, by mangled name."""
     entry = re.compile(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-        r".*?Used (\d+) registers([^\n]*)",
+        r".*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?",
         re.S,
     )
-    kernels = {}
-    for symbol, stores, loads, registers, rest in entry.findall(output):
-        shared = re.search(r"(\d+) bytes smem", rest)
-        static = int(shared[1]) if shared else 0
-        kernels[symbol] = Compiled(int(registers), int(stores), int(loads), static)
-    return kernels
+    return {
+        symbol: Compiled(int(registers), int(stores), int(loads), int(static or 0))
+        for symbol, stores, loads, registers, static in entry.findall(output)
+    }
 
 
 # ---- Occupancy -----------------------------------------------------------------------------------
@@ -253,8 +240,9 @@ def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tup
     if shared > limits.shared_kb_per_block * 1024:
         return 0, "shared memory"
     warps = -(-threads // WARP)
-    registers_per_warp = _round_up(registers * WARP, REGISTER_UNIT)
-    allocated = max(_round_up(shared + limits.reserved_bytes, SHARED_UNIT), 1)
+    registers_per_warp = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
+    reserved = shared + limits.reserved_bytes
+    allocated = max(-(-reserved // SHARED_UNIT) * SHARED_UNIT, 1)
     fits = {
         "warps": limits.warps // warps,
         "blocks": limits.blocks,
@@ -262,20 +250,8 @@ def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tup
         "registers": REGISTERS_PER_SM // 4 // registers_per_warp * 4 // warps,
         "shared memory": limits.shared_kb * 1024 // allocated,
     }
-    least = min(fits, key=lambda name: fits[name])
+    least = min(fits, key=fits.__getitem__)
     return fits[least], least
-
-
-def reserved_first(arch: str) -> int:
-    """Return the bytes of shared memory that are reserved before a block's own.
-
-    From sm_90 on, they are part of its addresses and of the size that cuobjdump lists.
-    """
-    return LIMITS[arch].reserved_bytes if int(arch) >= 90 else 0
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 # ---- The table of a ladder's resources -----------------------------------------------------------
@@ -305,11 +281,6 @@ class Resources(Compiled):
         """Resident warps as a fraction of the most that a multiprocessor holds."""
         return self.warps / self.max_warps
 
-    @property
-    def shown_occupancy(self) -> str:
-        """The occupancy in percent, or "does not fit"."""
-        return f"{self.occupancy:.0%}" if self.blocks else "does not fit"
-
 
 def resource_table(
     versions: Sequence[VersionHeader],
@@ -321,9 +292,7 @@ def resource_table(
     Raises BuildError if a compiler is missing or a version does not compile.
     """
     if unknown := {*archs} - {*LIMITS}:
-        raise BuildError(
-            f"no limits known for {', '.join(sorted(unknown))} (known: {', '.join(LIMITS)})"
-        )
+        raise BuildError(f"no limits known for {min(unknown)} (known: {', '.join(LIMITS)})")
     tasks = [
         (version.label, build, arch, dims)
         for version in versions
@@ -342,7 +311,7 @@ def rows_of(
     label: str, version: VersionHeader, arch: str, head_dims: Sequence[int]
 ) -> list[Resources]:
     """Return the resources of a version's kernels on an architecture; raises BuildError."""
-    compiled, rows = compile_version(version, arch), []
+    (compiled, _), rows = compile_version(version, arch), []
     for launch in record(version, head_dims):
         if launch.symbol not in compiled:
             raise BuildError(f"{label} launches {launch.kernel}, which ptxas did not compile")
@@ -380,7 +349,7 @@ COLUMNS = {
     "dynamic smem": "{0.dynamic_smem}",
     "blocks/SM": "{0.blocks}",
     "warps/SM": "{0.warps}/{0.max_warps}",
-    "occupancy": "{0.shown_occupancy}",
+    "occupancy": "{0.occupancy:.0%}",
     "limited by": "{0.limited_by}",
 }
 _WORDS = ("version", "arch", "dtype", "kernel", "limited by")

@@ -10,8 +10,8 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -27,20 +27,24 @@ from attention_kernels.errors import (
 )
 from attention_kernels.judge import isolation, plugins
 from attention_kernels.judge.calls import (
+    Again,
     Block,
     Calls,
+    HandOver,
     Message,
     Repeat,
     Reply,
     Start,
     chain,
     chain_weights,
-    checksum,
     clear_persisting_l2,
     describe_error,
     multiply,
+    row_sums,
+    set_signs,
     unpack,
 )
+from attention_kernels.judge.inputs import Context
 from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
 
@@ -60,11 +64,13 @@ def serve(
     device: str,
     current: int,
     races: bool,
+    plugin: str,
 ) -> None:
     """Load a backend and answer messages until the judge ends this process."""
     try:
         spec = ladder.known(what)
         if spec and (spec.version or spec.chooses):
+            registry.discover("")  # an alias asks the registry
             # What is built goes into the cache of all backends, but does not run there yet.
             if error := isolation.apart(functools.partial(_build, spec, device, races)):
                 raise UnavailableBackendError(spec.name, error)
@@ -72,6 +78,7 @@ def serve(
         else:
             enclose(plugins.caches(what))
         # A plug-in is imported to find its own backends only, not where it could slow others.
+        registry.discover(plugin)
         spec = spec or ladder.resolve(what)
         device = registry.device_for(spec, device)
         if device == "cuda" and torch.cuda.is_available():
@@ -145,13 +152,24 @@ class Caller:
             self.taken.grow(message.taken_bytes)
             return self._prepare(message) if message.clock else self._call(message)
         assert timed is not None
+        if isinstance(message, HandOver):
+            timed.hand_over(self.taken.tensor, message.calls)
+            return Reply()
+        if isinstance(message, Again):
+            o = timed.again(message.call, message.total)
+            timed.calls.outputs(self.taken.tensor)[message.call].copy_(o)
+            return Reply()
+        if isinstance(message, Repeat) and message.chained:
+            seconds, totals = timed.repeat(message.passes)
+            timed.calls.sums(self.taken.tensor, len(totals)).copy_(totals)
+            return Reply(seconds=seconds)
         if isinstance(message, Start):
             timed.multiply(message.seed)
-            return Reply(seconds=timed.run(), checksum=timed.checksum())
-        if isinstance(message, Repeat):
-            return Reply(seconds=timed.run(message.passes, chained=message.chained))
-        timed.hand_over(self.taken.tensor)
-        return Reply()
+            seconds = timed.run()
+        else:
+            seconds = timed.run(message.passes, chained=False)
+        timed.calls.sums(self.taken.tensor).copy_(row_sums(timed.outputs))
+        return Reply(seconds=seconds)
 
     def _prepare(self, calls: Calls) -> Reply:
         """Copy the inputs of calls to time to their places on the device."""
@@ -174,11 +192,12 @@ class Caller:
         outputs = calls.outputs(self.taken.tensor)
         kernel = self._kernel(calls)
         first: list[Tensor] = []
-        # As a server would: with its own number of threads, in inference mode.
-        with torch.inference_mode() if calls.threads else contextlib.nullcontext():
+        with _context(calls.context):
             for call, inputs in enumerate(sets[place] for place in calls.order):
                 with _poisoned(inputs[0], next(self._poisons)):
                     o = kernel(*inputs)
+                    if calls.context == "graph":
+                        o = _graph(functools.partial(kernel, *inputs))()
                 if o.untyped_storage().data_ptr() in {x.data_ptr() for x in on_device}:
                     return Reply("failed", "its output shares the memory of an input")
                 outputs[call].copy_(o)
@@ -216,23 +235,14 @@ class Timed:
     def __init__(self, kernel: Kernel, block: Tensor, calls: Calls, *, graph: bool) -> None:
         self.calls, self._block, self._graph = calls, block, graph and block.is_cuda
         unpacked = calls.tensors(self._block)
-        sets = [unpacked[place] for place in calls.order]
-        weights = chain_weights(sets[0][1])
-        self._dtype = sets[0][0].dtype
-        self._outputs: list[Tensor] = []
-        self._passes: dict[bool, Callable[[], list[Tensor]]] = {}
-
-        def one_pass(*, chained: bool) -> list[Tensor]:
-            outputs = []
-            for inputs, (_, k, *_) in zip(sets, sets[1:] + sets[:1], strict=True):
-                outputs.append(kernel(*inputs))
-                if chained:
-                    chain(outputs[-1], k, weights)
-            return outputs
-
-        self._one_pass = one_pass
+        self._kernel, self._sets = kernel, [unpacked[place] for place in calls.order]
+        self._weights = chain_weights(self._sets[0][1])
+        self._dtype = self._sets[0][0].dtype
+        self.outputs: list[Tensor] = []
+        """Those of the last pass that was not repeated."""
+        self._ready: dict[str, Callable[[], Any]] = {}
         if block.is_cuda:  # a first call may compile or allocate, which no graph can capture
-            chain(kernel(*sets[0]), sets[0][1], weights)
+            chain(kernel(*self._sets[0]), self._sets[0][1], self._weights)
             torch.cuda.synchronize()
             self.run()
 
@@ -252,51 +262,100 @@ class Timed:
 
     def run(self, passes: int = 1, *, chained: bool = True) -> float:
         """Make all calls, `passes` times; return the seconds, and keep the last pass's outputs."""
-        self._outputs = []
-        if chained not in self._passes:
-            calls = functools.partial(self._one_pass, chained=chained)
-            self._passes[chained] = _graph(calls) if self._graph else calls
-            if self._graph:
-                self._passes[chained]()  # the first replay takes longer
-        one_pass = self._passes[chained]
+        self.outputs = []
+        one_pass = self._captured(f"chained {chained}", lambda: self.one_pass(chained=chained))
+        seconds, self.outputs = self._timed(one_pass, passes)
+        return seconds
+
+    def repeat(self, passes: int) -> tuple[float, Tensor]:
+        """Make all calls several times; return the seconds, and the total_of() each output.
+
+        With a graph, all calls are one, in which each has a place for its total.
+        """
+        count, device = len(self._sets), self._block.device
+        totals = torch.zeros(passes * count, dtype=torch.int64, device=device)
+
+        def all_passes() -> Tensor:
+            for first in range(0, passes * count, count):
+                self.one_pass(totals[first : first + count])
+            return totals
+
+        return self._timed(self._captured(f"{passes} passes", all_passes))
+
+    def again(self, call: int, total: int) -> Tensor:
+        """Make one call, as after a call with this total_of() its output; return its output."""
+        q, k, *more = self._sets[call]
+        set_signs(k, self._weights, total)
+        return self._kernel(q, k, *more)
+
+    def one_pass(self, totals: Tensor | None = None, *, chained: bool = True) -> list[Tensor]:
+        """Make all calls; return the outputs, or [] if `totals` takes the total_of() each."""
+        outputs = []
+        for n, inputs in enumerate(self._sets):
+            o = self._kernel(*inputs)
+            if chained:
+                _, k, *_ = self._sets[(n + 1) % len(self._sets)]
+                chain(o, k, self._weights, None if totals is None else totals[n])
+            if totals is None:
+                outputs.append(o)
+        return outputs
+
+    def _captured(self, what: str, calls: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a graph of calls if there is one; else the calls. what: a name for them."""
+        if not self._graph:
+            return calls
+        if what not in self._ready:
+            self._ready[what] = _graph(calls)
+            self._ready[what]()  # the first replay takes longer
+        return self._ready[what]
+
+    def _timed(self, calls: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
+        """Make calls several times; return the seconds, and what they returned last."""
         if not self._block.is_cuda:
             started = time.perf_counter()
-            for _ in range(passes):
-                self._outputs = one_pass()
-            seconds = time.perf_counter() - started
-        else:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            for _ in range(passes):
-                self._outputs = one_pass()
-            end.record()
-            torch.cuda.synchronize()  # all streams
-            seconds = start.elapsed_time(end) / 1e3
-        return float(seconds)
+            for _ in range(times):
+                found = calls()
+            return time.perf_counter() - started, found
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(times):
+            found = calls()
+        end.record()
+        torch.cuda.synchronize()  # all streams
+        return float(start.elapsed_time(end) / 1e3), found
 
-    def checksum(self) -> int:
-        """Return the checksum of the outputs of the last pass."""
-        return checksum(self._outputs)
-
-    def hand_over(self, block: Tensor) -> None:
-        """Copy the outputs of the last pass to the judge's memory, before passes are repeated."""
+    def hand_over(self, block: Tensor, calls: Sequence[int]) -> None:
+        """Copy outputs of the last pass to the judge's memory."""
         if self._block.is_cuda:
             clear_persisting_l2()
-        for o, output in zip(self._outputs, self.calls.outputs(block), strict=True):
-            output.copy_(o)
+        for call in calls:
+            self.calls.outputs(block)[call].copy_(self.outputs[call])
 
 
-def _graph(calls: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+def _graph(calls: Callable[[], Any]) -> Callable[[], Any]:
     """Capture calls in a CUDA graph; return a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = calls()
 
-    def replay() -> list[Tensor]:
+    def replay() -> Any:
         graph.replay()
         return outputs
 
     return replay
+
+
+def _context(name: Context) -> contextlib.AbstractContextManager[object]:
+    """Return what a call is made in; for a graph, nothing."""
+    if name == "no_grad":
+        return torch.no_grad()
+    if name == "inference_mode":
+        return torch.inference_mode()
+    if name != "stream":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
 
 
 def failure(error: BaseException) -> Reply:

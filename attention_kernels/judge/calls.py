@@ -27,7 +27,7 @@ from attention_kernels.errors import (
     UnavailableBackendError,
     UnsupportedError,
 )
-from attention_kernels.judge.inputs import Case, DecodeCase, Op
+from attention_kernels.judge.inputs import Case, Context, DecodeCase, Op
 from attention_kernels.judge.truth import extent
 
 NAMES = {"attention": ("q", "k", "v"), "decode": ("q", "k_cache", "v_cache", "seqlens")}
@@ -36,6 +36,7 @@ GUARD, GUARD_BYTE = 4096, 0xFF
 ALIGNMENT = 256  # of a storage, as of an allocation on a GPU
 MULTIPLIED = 16  # numbers in a row that multiply() gives factors of their own
 LEAST_BYTES = 2**26  # of a block
+MOST_REPEATED = 2**17  # timed calls, whose sums are handed over
 # CUDA_ERROR_UNSUPPORTED_LIMIT and CUDA_ERROR_NOT_SUPPORTED: a GPU before sm_80, or a part of one.
 _HAS_NO_PERSISTING_L2 = 215, 801
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -116,6 +117,7 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     """How many of the first outputs are handed over again after the last call."""
     threads: int = 0
     """The number of torch's threads; 0: the default."""
+    context: Context = "plain"
     races: bool = False
     """Whether to call the build that reports races; emulated kernels only."""
     place: int = 0
@@ -139,8 +141,17 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def taken_bytes(self) -> int:
-        """The size of the block of outputs."""
+        """The size of the block of outputs and, of timed calls, of what is known of them."""
+        return self._sums_at + 8 * self.clock * max(sum(self.rows), MOST_REPEATED)
+
+    @property
+    def _sums_at(self) -> int:
         return sum(aligned(q.bytes) for q in self._outputs)
+
+    @property
+    def rows(self) -> list[int]:
+        """How many rows each output has."""
+        return [torch.Size(q.shape[:-1]).numel() for q in self._outputs]
 
     @property
     def _outputs(self) -> list[View]:
@@ -155,6 +166,14 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
             at += aligned(q.bytes)
         return found
 
+    def sums(self, block: Tensor, repeated: int = 0) -> Tensor:
+        """Return the row_sums() of timed calls in a block of outputs.
+
+        repeated: return instead the totals of so many repeated calls; see Repeat.
+        """
+        count = repeated or sum(self.rows)
+        return block[self._sums_at : self._sums_at + 8 * count].view(torch.int64)
+
     def tensors(self, block: Tensor) -> list[list[Tensor]]:
         """Return the tensors of each set in a block of inputs."""
         return unpack([block[start : start + size] for start, size in self.storages], self.sets)
@@ -167,18 +186,32 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandOver(msgspec.Struct, frozen=True, tag=True):
-    """A message: copy the outputs of the timed calls to the judge's memory."""
+    """A message: copy outputs of the timed calls, by their number, to the judge's memory."""
+
+    calls: list[int]
 
 
 class Repeat(msgspec.Struct, frozen=True, tag=True):
-    """A message: make all timed calls several times."""
+    """A message: make all timed calls several times.
+
+    The answer comes with the total_of() each output or, without the chain, with the row_sums() of
+    the last pass.
+    """
 
     passes: int
     chained: bool = True
     """Whether the inputs of a call depend on the output of the call before; see chain()."""
 
 
-Message: TypeAlias = Calls | Start | HandOver | Repeat
+class Again(msgspec.Struct, frozen=True, tag=True):
+    """A message: make one of the timed calls, and copy its output to the judge's memory."""
+
+    call: int
+    total: int
+    """The total_of() the output of the call before."""
+
+
+Message: TypeAlias = Calls | Start | HandOver | Repeat | Again
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -191,17 +224,15 @@ class Reply(msgspec.Struct, frozen=True):
     """For a refusal: every reason. For an unknown backend: similar names."""
     seconds: float = 0.0
     """For timed calls: their time by the worker's clock."""
-    checksum: int = 0
-    """For timed calls: the checksum of their outputs."""
 
     def check(self, name: str) -> None:
         """Raise the error that the reply reports, if any."""
         if self.status == "refused":
-            raise UnsupportedError(name, [*map(_plain, self.reasons)])
+            raise UnsupportedError(name, [*map(plain, self.reasons)])
         if self.status == "unavailable":
-            raise UnavailableBackendError(name, _plain(self.text))
+            raise UnavailableBackendError(name, plain(self.text))
         if self.status == "failed":
-            raise CallError(_plain(self.text))
+            raise CallError(plain(self.text))
 
 
 class CallError(AttentionError, RuntimeError):
@@ -236,7 +267,8 @@ class Request:
         """Return a request to call a backend as in a case, on sets of inputs."""
         if isinstance(case, Case):
             options["is_causal"] = case.is_causal
-        return cls(case.op, sets, softmax_scale=case.softmax_scale, **options)
+        options |= {"softmax_scale": case.softmax_scale, "context": case.context}
+        return cls(case.op, sets, **options)
 
     def outputs(self, block: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Copy the outputs, and the first of them again, from a block that a kernel can change."""
@@ -244,18 +276,15 @@ class Request:
         count = len(self.calls.order)
         return found[:count], found[count:]
 
-    def timed(self, seed: int, outputs: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the inputs that timed calls had if these were their outputs.
+    def output(self, block: Tensor, call: int) -> Tensor:
+        """Copy the output of one call from a block that a kernel can change."""
+        return self.calls.outputs(block)[call].clone()
 
-        They are multiplied by factors and depend on the outputs; see multiply() and chain().
-        """
+    def multiplied(self, seed: int) -> list[list[Tensor]]:
+        """Return a copy of the inputs, multiplied by factors as in timed calls; see multiply()."""
         block = self.block.clone()
         multiply(block[: self.calls.numbers_bytes], self.sets[0][0].dtype, seed)
-        sets = self.calls.tensors(block)
-        weights = chain_weights(sets[0][1])
-        for o, (_, k, *_) in zip(outputs, sets[1:], strict=False):
-            chain(o, k, weights)
-        return sets
+        return self.calls.tensors(block)
 
     def fault(self, block: Tensor) -> str:
         """Return which input the calls changed, given the memory of inputs after them; else ''."""
@@ -333,7 +362,7 @@ def chain_weights(k: Tensor) -> Tensor:
     return torch.randint(2**62, k.shape[:-1], generator=generator).mul_(2).add_(1).to(k.device)
 
 
-def chain(o: Tensor, k: Tensor, weights: Tensor) -> None:
+def chain(o: Tensor, k: Tensor, weights: Tensor, total: Tensor | None = None) -> None:
     """Make the next call's k depend on all of an output, on their device.
 
     The sum of the output's bits, times the row's weight, both modulo 2^64, decides on the sign of
@@ -341,10 +370,21 @@ def chain(o: Tensor, k: Tensor, weights: Tensor) -> None:
     that the judge gets is wrong in nearly all rows. A sum of integers is exact, so the judge
     computes the same signs. Three kernels, which a graph can hold, read the output and touch one
     sector of a row; the magnitudes stay, so that repeated calls see the same kind of numbers.
+    total: int64, (), which gets the sum.
     """
+    set_signs(k, weights, total_of(o, total))
+
+
+def total_of(o: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the sum of an output's bits, in words of int64 where they fill some."""
     words = o.flatten()
     words = words.view(torch.int64) if words.nbytes % 8 == 0 else bits(words)
-    k[..., 0].copysign_(weights * words.sum(dtype=torch.int64))
+    return torch.sum(words, 0, dtype=torch.int64, out=out)
+
+
+def set_signs(k: Tensor, weights: Tensor, total: Tensor | int) -> None:
+    """Give k the signs that follow from the sum of an output's bits; see chain()."""
+    k[..., 0].copysign_(weights * total)
 
 
 def clear_persisting_l2() -> None:
@@ -359,12 +399,13 @@ def clear_persisting_l2() -> None:
             raise RuntimeError(f"persisting accesses to L2 cannot be ended: CUDA error {status}")
 
 
-def checksum(outputs: Sequence[Tensor]) -> int:
-    """Return the sum of the outputs' bits, computed on their device.
+def row_sums(outputs: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the bits of each row of the outputs, computed on their device.
 
-    A worker that gives it before it has the outputs can no longer choose them.
+    A worker that gives them before it has the outputs can no longer choose any row.
     """
-    return int(bits(torch.cat([o.flatten() for o in outputs])).sum(dtype=torch.int64))
+    rows = bits(torch.cat([o.flatten(0, -2) for o in outputs]))
+    return rows.sum(1, dtype=torch.int64)
 
 
 def aligned(size: int) -> int:
@@ -390,6 +431,7 @@ def describe_error(error: BaseException) -> str:
     return kind + words
 
 
-def _plain(text: str) -> str:
-    """Replace control characters: on a terminal they could hide that a kernel failed."""
-    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
+def plain(text: str) -> str:
+    """Return one line without control characters, which could hide on a terminal what failed."""
+    line = " ".join(text.expandtabs().splitlines())
+    return "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in line)

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attention_kernels.judge.inputs import Case, DecodeCase, Extreme, Kind, Op
+from attention_kernels.judge.inputs import Case, Context, DecodeCase, Extreme, Kind, Op
 
-SCALES = (0.02, 1.0, 8.0)
 EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
 LONGEST_EMULATED = 1025
@@ -30,9 +29,11 @@ REMAINDERS = 48, 64  # of tiles of these sizes, all with each mask and head_dim,
 # Every number of heads, in a batch of two or more, and every batch size to here. Larger batches:
 # `batch` completes 32 prompts at once on a CPU, 512 on a GPU.
 WIDEST = 64
-BATCHES, EMULATED_BATCHES = (100, 128, 300, 512), (100, 128)
+BATCHES, EMULATED_BATCHES = (96, 128, 192, 256, 512), (96, 128)
 LONGEST_CACHE = 16384
-LARGER_GPT2_HEADS = (16, 20, 25)
+# GPT-2's own heads and lengths, which are judged in part: the first model's, those of the larger
+# ones, and numbers of tokens that a kernel could take for special, beside others that are drawn.
+HEADS, LARGER_HEADS, LENGTHS = 12, (16, 20, 25), (512, 768, 1024)
 # Values that are combined. A kernel may change its code path between two ranges, or at the edges
 # of tiles: 48 is a multiple of 16, 64 of 16 and 32, and 128 of all three.
 TILE_EDGES = [range(edge, edge + 1) for edge in (47, 48, 49, 63, 64, 65, 127, 128, 129)]
@@ -48,14 +49,16 @@ GROUPS = (range(1, 2), range(2, 3), range(3, 8, 2), range(4, 17, 4))
 ANY_HEAD_DIM = (32, 64, 128, 1, 8, 20, 33, 80, 96, 160, 192, 256)
 # A number between two is drawn evenly by its logarithm.
 SOFTMAX_SCALES = (None, (0.02, 1.0), (1.0, 50.0), 0.0, (-50.0, -0.02))
-# The largest softmax_scale times scale^2; above, 16-bit dtypes round scores by more than 16.
-LARGEST_SOFTMAX_SCALE = 64.0
+# The largest softmax_scale times scale^2; above, 16-bit dtypes round scores by more than 16, which
+# are larger by the second factor in trained values.
+LARGEST_SOFTMAX_SCALE, OF_TRAINED = 64.0, 1 / 16
 NUMBERS: tuple[tuple[Kind, float, float], ...] = (
     ("normal", 0.02, 0.2),
     ("normal", 0.2, 0.8),
     ("normal", 0.8, 2.0),
     ("normal", 2.0, 8.0),
     ("offset", 0.3, 3.0),
+    ("trained", 0.5, 2.0),
 )
 EXTREMES: tuple[Kind, ...] = get_args(Extreme)
 PLACES = ("fused", "contiguous", "transposed", "gaps", "one head", "one row")
@@ -68,16 +71,16 @@ LAYOUTS = (
     ("k is q", "v is k"),
     tuple(", ".join(x) for x in itertools.product(PLACES, repeat=3) if len({*x}) > 1),
 )
-UNALIGNED = ("unaligned",)
-OF_ATTENTION: dict[str, Sequence[Any]] = {"is_causal": (True, False)}
 OF_DECODE: dict[str, Sequence[Any]] = {
     "lengths": ("equal", "the first is the longest", "a later one is the longest"),
-    "room": (range(1), range(1, 32)),
+    "room": (range(1), range(1, 32), range(32, 1024)),
 }
 # Limits of Case.work: of cases whose triples of values count; of all cases, on a device and
 # emulated; of sizes that are drawn freely from their ranges; and of GPT-2's own batches.
 LARGEST_WORK_OF_TRIPLE = 2.5e6
 LARGEST_WORK, USUAL_WORK, GPT2_WORK = (3e8, 2e7), (1e7, 5e5), 5e7
+# The cost of a case that is judged in part, for its work.
+IN_PART = 0.1
 # The cost of a call, on a device and emulated, and of a block of 64 rows, in units of work.
 CALL_COST, BLOCK_COST = (1e7, 5e4), 2e4
 SIZES = "batch", "num_heads", "group", "head_dim", "seqlen"
@@ -114,11 +117,12 @@ def ordered_cases(
     is_emulated: bool = False,
     has_groups: bool = False,
     is_aligned: bool = False,
+    contexts: Sequence[Context] = ("plain",),
 ) -> Ordered:
     """Return every case of attention or of decode, those that try the most for their cost first.
 
     share: stop when this share of all parts is covered. has_groups: also cases with fewer key
-    heads. is_aligned: none off multiples of 16 bytes.
+    heads. is_aligned: none off multiples of 16 bytes. contexts: one is drawn for each case.
     """
     is_decode = op == "decode"
     fixed: list[Case | DecodeCase] = []
@@ -127,7 +131,6 @@ def ordered_cases(
             fixed += fixed_decode_cases(head_dims, dtype, seed)
         else:
             fixed += hard_cases(head_dims, dtype, seed, is_emulated=is_emulated)
-            fixed += extreme_cases(usual_head_dim(head_dims), dtype, seed)
     longer = CACHES if is_decode else LONG_EMULATED if is_emulated else LONG
     values: dict[str, Sequence[Any]] = {
         "seqlen": [*TILE_EDGES, *SHORT, *longer],
@@ -135,11 +138,11 @@ def ordered_cases(
         "num_heads": HEAD_RANGES,
         "group": GROUPS if has_groups else GROUPS[:1],
         "head_dim": [range(x, x + 1) for x in head_dims],
-        "layout": LAYOUTS if is_aligned else (*LAYOUTS, UNALIGNED),
+        "layout": LAYOUTS if is_aligned else (*LAYOUTS, ("unaligned",)),
         "softmax_scale": SOFTMAX_SCALES,
         "numbers": NUMBERS,
         "dtype": dtypes,
-        **(OF_DECODE if is_decode else OF_ATTENTION),
+        **(OF_DECODE if is_decode else {"is_causal": (True, False)}),
     }
     drawn = Drawn(op, values, np.random.default_rng([seed, is_decode]), is_emulated=is_emulated)
     costs = [cost(case, is_emulated=is_emulated) for case in fixed]
@@ -152,7 +155,7 @@ def ordered_cases(
             continue
         chosen = {name: of_name[drawn.at[name][n]] for name, of_name in values.items()}
         chosen |= {name: int(sizes[n]) for name, sizes in drawn.sizes.items()}
-        chosen = _with_numbers(chosen, draw)
+        chosen = _with_numbers(chosen, draw) | {"context": draw.choice(contexts)}
         case = _decode_case(chosen, draw, seed) if is_decode else Case(seed=seed, **chosen)
         found.append((case, tried))
     return found
@@ -161,13 +164,14 @@ def ordered_cases(
 def cost(case: Case | DecodeCase, *, is_emulated: bool) -> float:
     """Estimate the cost of a case, in units of work."""
     blocks = case.batch * case.num_heads * case.group * -(-case.seqlen // 64)
-    return CALL_COST[is_emulated] + BLOCK_COST * blocks + case.work
+    share = IN_PART if case.work > LARGEST_WORK[is_emulated] else 1.0
+    return CALL_COST[is_emulated] + share * (BLOCK_COST * blocks + case.work)
 
 
 def hard_cases(
     head_dims: Sequence[int], dtype: torch.dtype, seed: int, *, is_emulated: bool
 ) -> list[Case]:
-    """Return cases in which rounding shows, long ones, and batches of GPT-2's own shapes.
+    """Return cases in which rounding shows or of extreme values, long ones, and GPT-2's shapes.
 
     Those of more than 4,096 keys find errors that grow with the length; those of 12 heads find
     errors that occur only at GPT-2's own shape.
@@ -179,19 +183,28 @@ def hard_cases(
         for is_causal in (True, False)
     ]
     found += [Case(draw.randint(66, 135), head_dim, kind="offset", **fields)]
-    if dtype != torch.float16:  # in float16, scores of 1e8 overflow
+    if dtype != torch.float16:  # it holds neither scores of 1e8 nor extreme values
         found += [
             Case(draw.randint(48, 80), head_dim, 1e4, is_causal=is_causal, **fields)
             for is_causal in (True, False)
         ]
-    for heads in (12, draw.choice(LARGER_GPT2_HEADS)):
+        extreme = random.Random(f"extreme {dtype} {seed}")
+        found += [
+            Case(extreme.randint(66, 135), head_dim, is_causal=is_causal, kind=kind, **fields)
+            for kind, is_causal in itertools.product(EXTREMES, (True, False))
+        ]
+    for heads in (HEADS, draw.choice(LARGER_HEADS)):
         longest = max(130, math.isqrt(int(GPT2_WORK / (2 * heads * head_dim))))
         seqlen = draw.randint(129, longest)
         found += [Case(seqlen, head_dim, batch=2, num_heads=heads, **fields)]
-    for scale in (8.0,) if is_emulated else SCALES:
+    for scale in (8.0,) if is_emulated else (0.02, 1.0, 8.0):
         found += [Case(draw.randint(513, 560), head_dim, scale, num_heads=12, **fields)]
     if is_emulated:
         return [*found, Case(LONGEST_EMULATED, head_dim, num_heads=1, **fields)]
+    lengths = [*LENGTHS, draw.randint(257, 511), draw.randint(513, 1023)]
+    found += [Case(seqlen, head_dim, num_heads=HEADS, **fields) for seqlen in lengths]
+    heads = draw.choice(LARGER_HEADS)
+    found += [Case(draw.randint(257, 1024), head_dim, num_heads=heads, **fields)]
     long = draw.randint(4097, 4608)
     found += [Case(long, head_dim, num_heads=1, is_causal=False, kind="offset", **fields)]
     if dtype == torch.float32:
@@ -205,16 +218,6 @@ def usual_head_dim(head_dims: Sequence[int]) -> int:
     head_dims: those that a backend takes; if there are none, it takes any.
     """
     return 64 if 64 in (head_dims or (64,)) else head_dims[0]
-
-
-def extreme_cases(head_dim: int, dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield cases whose values span many orders of magnitude; float16 cannot hold them."""
-    if dtype == torch.float16:
-        return
-    draw = random.Random(f"extreme {dtype} {seed}")
-    for kind, is_causal in itertools.product(EXTREMES, (True, False)):
-        seqlen = draw.randint(66, 135)
-        yield Case(seqlen, head_dim, is_causal=is_causal, dtype=dtype, seed=seed, kind=kind)
 
 
 def fixed_decode_cases(
@@ -243,7 +246,8 @@ def _with_numbers(chosen: dict[str, Any], draw: random.Random) -> dict[str, Any]
     scale, softmax_scale = _between(draw, *scales), chosen["softmax_scale"]
     if isinstance(softmax_scale, tuple):
         least, most = sorted(map(abs, softmax_scale))
-        size = _between(draw, least, min(most, LARGEST_SOFTMAX_SCALE / scale**2))
+        largest = LARGEST_SOFTMAX_SCALE * (OF_TRAINED if kind == "trained" else 1.0)
+        size = _between(draw, least, max(least, min(most, largest / scale**2)))
         softmax_scale = math.copysign(size, softmax_scale[0])
     layout = draw.choice(chosen["layout"])
     drawn = {"kind": kind, "scale": scale, "softmax_scale": softmax_scale, "layout": layout}

@@ -5,10 +5,13 @@ sample, and together they exceed a GPU's L2. With the word to start come factors
 that nothing can be computed earlier, and the inputs of a call depend on all of the output before,
 so that no two calls run at the same time; see chain(). The worker reports the time of all calls by
 CUDA events, or by its own clock on the CPU. The judge's clock runs from its word until the answer
-that everything has ended, which carries a checksum of the outputs. Then the judge takes the outputs
-and compares part of each with the reference. Last, the same calls are repeated for some time, by
-both clocks. A kernel that leaves work for later, or a clock that was tampered with, makes the two
-differ.
+that everything has ended, which comes with the sum of the bits of each row. Then the judge takes
+the outputs, which must have these sums, and compares part of each with the reference.
+
+Last, the same calls are repeated for some time, by both clocks. The answer comes with the sum of
+each output, from which the inputs of the next call follow. So the judge can have any of these calls
+made again: the output must have the same sum, and be right. A kernel that leaves work for later or
+out, or a clock that was tampered with, makes the sums or the clocks differ.
 
 On CUDA, a time is the worker's, because the judge's clock is too coarse for the first calls, and
 may be shorter than the judge's by OUTSIDE and ANSWER_S at most. On the CPU, it is the judge's own,
@@ -28,19 +31,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_kernels.contract import dtype_name
-from attention_kernels.errors import AttentionError
 from attention_kernels.judge.caller import Timed
-from attention_kernels.judge.calls import Request, checksum, clear_persisting_l2, multiply
+from attention_kernels.judge.calls import (
+    Request,
+    chain,
+    chain_weights,
+    clear_persisting_l2,
+    multiply,
+    row_sums,
+    set_signs,
+)
 from attention_kernels.judge.inputs import Case, DecodeCase, Kind
-from attention_kernels.judge.truth import truth
-from attention_kernels.judge.worker import Runner, Timing
+from attention_kernels.judge.suite import judge_rows
+from attention_kernels.judge.worker import RejectedTimeError, Runner, Timing
 
-ROWS = 64  # judged of each timed output
 # The share by which the judge's clock may exceed the worker's, and repeated calls the first ones.
 # Other processes share a CPU, and interrupt long work more often than short work.
 OUTSIDE, REPEATED = {"cuda": 0.1, "cpu": 1.0}, {"cuda": 0.1, "cpu": 9.0}
-# The seconds that a message and its answer may take, without and with factors and a checksum. The
+# The seconds that a message and its answer may take, without and with factors and row_sums(). The
 # judge measures the time of these and adds it.
 ANSWER_S = {"cuda": 1e-3, "cpu": 5e-2}
 CHECKED_ANSWER_S = {"cuda": 2e-3, "cpu": 5e-2}
@@ -62,10 +70,6 @@ DEPENDS, SAMPLES_OF_KIND = {"cuda": 0.03, "cpu": 0.3}, {"cuda": 1, "cpu": 2}
 # The share of the chained time above which calls count as overlapping without the chain.
 OVERLAPS = 0.95
 FLUSHED_BYTES, CHAIN_RUNS = 2**28, 9  # of memory, to empty the L2 before each run of a chain
-
-
-class RejectedTimeError(AttentionError):
-    """A measured time that does not count; the text is the rule that it broke, with its figures."""
 
 
 class Numbers:
@@ -99,7 +103,7 @@ class Numbers:
         return self._requests[contiguous]
 
     def checks_s(self, device: str) -> float:
-        """Return how many seconds the factors and the checksum of a sample take."""
+        """Return how many seconds the factors and the row_sums() of a sample take."""
         if not self._checks_s:
             calls = next(iter(self._requests.values())).calls
             numbers, block = (
@@ -111,7 +115,7 @@ class Numbers:
             def seconds() -> float:
                 started = time.perf_counter()
                 multiply(numbers, self.case.dtype, seed=0)
-                checksum(outputs)  # waits for the device
+                row_sums(outputs).cpu()
                 return time.perf_counter() - started
 
             self._checks_s = statistics.median(seconds() for _ in range(3))
@@ -162,12 +166,17 @@ class Clock:
         request = self.numbers.request(len(self._timings) + 1, contiguous=contiguous)
         if device == "cuda":
             clear_persisting_l2()
-        found = self.runner.time(request)
+        found = self.runner.time(request, self._timings[-1].passes if self._timings else 1)
         self._timings.append(found)
-        if checksum(found.outputs) != found.checksum:
-            raise RejectedTimeError("the timed outputs changed after the clock had stopped")
-        self._judge(request.timed(found.seed, found.outputs), found.outputs)
-        us = self._us(found.once if device == "cuda" else found.often_outside)
+        self._judge_all(request, found)
+        if found.fault:
+            raise RejectedTimeError(found.fault)
+        seconds = found.once
+        if device == "cpu":
+            seconds = found.often_outside
+            if not found.is_reproducible:  # nothing proves that all of those calls were made
+                seconds = found.once_outside - self.numbers.checks_s(device)
+        us = self._us(seconds)
         if us < self.floor_us or us <= 0:
             raise RejectedTimeError(
                 f"its time is beneath what the device can do: {us:.3g} us, and reading the "
@@ -218,16 +227,21 @@ class Clock:
     def _note(self) -> None:
         """Note the time of a call if calls overlap, or if it depends on the kind of numbers.
 
-        The times are those of repeated calls by the judge's clock. Repeated rounds of a kind show
+        The times are those of repeated calls: for the first by the judge's clock, and for the
+        second, on CUDA, by the worker's, which is more precise. Repeated rounds of a kind show
         their noise, without which times on a CPU say nothing.
         """
+        is_cuda = self.runner.device == "cuda"
         unchained = [timing.unchained_outside * 1e6 / self.numbers.sets for timing in self._timings]
         overlapping = statistics.median(unchained)
         chained = [self._us(timing.often_outside) for timing in self._timings]
+        often = [self._us(timing.often) for timing in self._timings] if is_cuda else chained
         if overlapping < OVERLAPS * statistics.median(chained):
             self.notes["overlapping_us"] = overlapping
+        if not all(timing.is_reproducible for timing in self._timings):
+            self.notes["is_reproducible"] = False
         by_kind: dict[str, list[float]] = {}
-        for number, us in enumerate(chained[1:], 2):  # the first sample is a warm-up
+        for number, us in enumerate(often[1:], 2):  # the first sample is a warm-up
             by_kind.setdefault(KINDS[number % len(KINDS)], []).append(us)
         times = {kind: statistics.median(found) for kind, found in by_kind.items()}
         fast, slow = (most(times, key=times.__getitem__) for most in (min, max))
@@ -237,44 +251,27 @@ class Clock:
         ):
             self.notes["depends_us"] = {kind: times[kind] for kind in (fast, slow)}
 
+    def _judge_all(self, request: Request, timing: Timing) -> None:
+        """Judge all calls with new numbers, and some others."""
+        sets = request.multiplied(timing.seed)
+        weights, outputs = chain_weights(sets[0][1]), timing.outputs
+        for o, (_, k, *_) in zip(outputs, sets[1:], strict=False):
+            chain(o, k, weights)
+        self._judge(sets, outputs)
+        if timing.unchained:
+            chain(outputs[-1], sets[0][1], weights)
+            self._judge([sets[n] for n in timing.unchained], [*timing.unchained.values()])
+        for again in timing.again:
+            set_signs(sets[again.call][1], weights, again.before)
+            self._judge([sets[again.call]], [again.output])
+
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
-        """Judge some rows of every output.
-
-        For attention, the rows are drawn for each sample, the first and the last most often, and
-        the head and the batch entry for each output. For decode, as many pairs of a head and a
-        batch entry are judged.
-        """
-        case, spec, device = self.numbers.case, self.runner.spec, self.runner.device
-        is_causal, each, rows = False, min(ROWS, case.batch * case.num_heads), slice(None)
-        if isinstance(case, Case):
-            count = min(ROWS, case.seqlen)
-            first = min(max(0, secrets.randbelow(case.seqlen + count) - count), case.seqlen - count)
-            is_causal, each, rows = case.is_causal, 1, slice(first, first + count)
-        keys = slice(rows.stop if is_causal else None)
-        drawn = [
-            (place, secrets.randbelow(case.batch), secrets.randbelow(case.num_heads))
-            for place in range(len(sets))
-            for _ in range(each)
-        ]
-
-        def of_all(tensors: Sequence[Tensor], part: slice) -> Tensor:
-            found = [tensors[place][entry, part, [head]] for place, entry, head in drawn]
-            return torch.stack(found).to(device)
-
-        q, k, v, *seqlens = zip(*sets, strict=True)
-        lengths = [
-            torch.stack([x[place][entry] for place, entry, _ in drawn]).to(device) for x in seqlens
-        ]
-        right = truth(
-            of_all(q, rows),
-            of_all(k, keys),
-            of_all(v, keys),
-            case.softmax_scale,
-            is_causal,
-            *lengths,
+        """Judge some rows of timed calls: of a head, or for decode of all heads."""
+        case, runner = self.numbers.case, self.runner
+        each = 1 if isinstance(case, Case) else case.batch * case.num_heads
+        verdict = judge_rows(
+            runner, case, sets, outputs, secrets.randbelow, each=each, device=runner.device
         )
-        precision = spec.precisions[dtype_name(case.dtype)]
-        verdict = right.judge(of_all(outputs, rows), precision, spec.error_slack)
         if not verdict.passed:
             raise RejectedTimeError(f"the timed outputs are wrong: {verdict}")
 

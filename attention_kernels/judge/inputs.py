@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -20,6 +21,9 @@ Timed = Literal[
     "peaky", "near-equal keys", "one-hot keys", "heavy-tailed", "trained", "uniform", "large mean"
 ]
 Kind = Literal["normal", "offset", "equal"] | Extreme | Timed
+# How a call is made: as a user's own code would, as a server would, on a stream of its own, or in a
+# CUDA graph.
+Context = Literal["plain", "no_grad", "inference_mode", "stream", "graph"]
 # The size of the values where a kernel must not look: finite, even when multiplied by 8.
 LARGE = {torch.float16: 1e3, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e30}
 
@@ -46,6 +50,7 @@ class Case:
     """The memory layout of q, k and v; see arrange()."""
     group: int = 1
     """The number of query heads per key head; num_heads counts those of k and v."""
+    context: Context = "plain"
 
     @property
     def work(self) -> float:
@@ -68,7 +73,7 @@ class Case:
         layout = "" if self.layout == "fused" else f"{self.layout} layout, "
         return (
             f"seqlen {self.seqlen}, head_dim {self.head_dim}, batch {self.batch}, "
-            f"{_heads(self)}, {kind}, {_values(self)}{layout}"
+            f"{_heads(self)}, {kind}, {_values(self)}{layout}{_context(self)}"
             f"{dtype_name(self.dtype)}, seed {self.seed}"
         )
 
@@ -93,6 +98,7 @@ class DecodeCase:
     """The kind of values; see of_kind()."""
     group: int = 1
     """The number of query heads per key head; num_heads counts those of the cache."""
+    context: Context = "plain"
 
     @property
     def batch(self) -> int:
@@ -117,7 +123,8 @@ class DecodeCase:
         qkv = of_kind(_normal(shape, own_seed(self)) * self.scale, self.kind, self.scale)
         q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
         for row, length in zip(qkv, self.lengths, strict=True):
-            row[length:] = row[length:].sign() * LARGE[self.dtype]
+            used = max(self.lengths) if "one row" in self.layout else length
+            row[used:] = row[used:].sign() * LARGE[self.dtype]
         _, k, v = arrange(qkv.to(device=device, dtype=self.dtype), self.layout, self.group)
         seqlens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens
@@ -128,7 +135,7 @@ class DecodeCase:
         return (
             f"decode, head_dim {self.head_dim}, {_heads(self)}, "
             f"lengths {lengths} of {self.max_seqlen}, {_values(self)}{self.layout} layout, "
-            f"{dtype_name(self.dtype)}, seed {self.seed}"
+            f"{_context(self)}{dtype_name(self.dtype)}, seed {self.seed}"
         )
 
 
@@ -140,6 +147,10 @@ def _values(case: Case | DecodeCase) -> str:
     softmax = "" if case.softmax_scale is None else f"softmax_scale {case.softmax_scale}, "
     kind = "" if case.kind == "normal" else f"{case.kind} values, "
     return f"scale {case.scale}, {softmax}{kind}"
+
+
+def _context(case: Case | DecodeCase) -> str:
+    return "" if case.context == "plain" else f"context {case.context}, "
 
 
 def own_seed(case: Case | DecodeCase) -> int:
@@ -169,58 +180,44 @@ def of_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
     These are timed, too. peaky: eight times as large. near-equal keys: they differ by a thousandth.
     one-hot keys: one number of each is multiplied by 8, and the others but the first are 0.
     heavy-tailed: cubes. trained: like a trained GPT-2, with small values, one column of k far from
-    zero, and a first key that many queries attend to. large mean: that of v is 8, that of k is 1.
+    zero, and a first key that all queries attend to. large mean: that of v is 8, that of k is 1.
     """
-    v, half = qkv[:, :, 2], qkv.shape[1] // 2
-    if kind == "offset":
-        v += 2.5
-    elif kind == "equal":
-        qkv[:, :, :2] = scale
-        v[:] = 1.0
-        v[:, half:] = 3.0
-    elif kind == "tiny":
-        v *= 1e-30
-    elif kind == "huge":
-        v *= 1e33
-    elif kind == "alternating":
-        v[:, ::2] *= 1e-19
-        v[:, 1::2] *= 1e19
-    elif kind == "halves":
-        v[:, :half] *= 1e-25
-        v[:, half:] *= 1e16
-    elif kind == "one large column":
-        v[:, half, :, 0] *= 2.0**30
-        v[:, half, :, 1:] = 0.0
-    elif kind == "zero rows":
-        qkv[:, ::3] = 0.0
-    elif kind == "tiny scores":
-        qkv[:, :, :2] *= 1e-30
-    return _of_timed_kind(qkv, kind, scale)
-
-
-def _of_timed_kind(qkv: Tensor, kind: Kind, scale: float) -> Tensor:
-    _, k, v = qkv.unbind(2)
-    if kind == "peaky":
-        qkv *= 8.0
-    elif kind == "near-equal keys":
-        k.mul_(1e-3).add_(k[:, :1] * 1e3)
-    elif kind == "one-hot keys":
-        hot = torch.eye(k.shape[3]).mul_(8)[torch.arange(k.shape[1]) % k.shape[3]]
-        hot[:, 0] = 1.0
-        k *= hot[:, None]
-    elif kind == "heavy-tailed":
-        qkv.pow_(3).mul_(15**-0.5 / scale**2)
-    elif kind == "trained":
-        v *= 0.3
-        k[..., -1] += 6.0
-        k[:, 0] *= 4.0
-        v[:, 0] *= 0.1
-    elif kind == "uniform":
-        qkv.mul_(0.5**0.5 / scale).erf_().mul_(3**0.5 * scale)
-    elif kind == "large mean":
-        k += 1.0
-        v += 8.0
+    (q, k, v), half = qkv.unbind(2), qkv.shape[1] // 2
+    changes: dict[Kind, Callable[[], object]] = {
+        "normal": lambda: None,
+        "offset": lambda: v.add_(2.5),
+        "equal": lambda: (qkv[:, :, :2].fill_(scale), v[:, :half].fill_(1), v[:, half:].fill_(3)),
+        "tiny": lambda: v.mul_(1e-30),
+        "huge": lambda: v.mul_(1e33),
+        "alternating": lambda: (v[:, ::2].mul_(1e-19), v[:, 1::2].mul_(1e19)),
+        "halves": lambda: (v[:, :half].mul_(1e-25), v[:, half:].mul_(1e16)),
+        "one large column": lambda: (v[:, half, :, 0].mul_(2.0**30), v[:, half, :, 1:].zero_()),
+        "zero rows": qkv[:, ::3].zero_,
+        "tiny scores": lambda: qkv[:, :, :2].mul_(1e-30),
+        "peaky": lambda: qkv.mul_(8.0),
+        "near-equal keys": lambda: k.mul_(1e-3).add_(k[:, :1] * 1e3),
+        "one-hot keys": lambda: _make_one_hot(k),
+        "heavy-tailed": lambda: qkv.pow_(3).mul_(15**-0.5 / scale**2),
+        "trained": lambda: _make_trained(q, k, v, scale),
+        "uniform": lambda: qkv.mul_(0.5**0.5 / scale).erf_().mul_(3**0.5 * scale),
+        "large mean": lambda: (k.add_(1.0), v.add_(8.0)),
+    }
+    changes[kind]()
     return qkv
+
+
+def _make_one_hot(k: Tensor) -> None:
+    hot = torch.eye(k.shape[3]).mul_(8)[torch.arange(k.shape[1]) % k.shape[3]]
+    hot[:, 0] = 1.0
+    k *= hot[:, None]
+
+
+def _make_trained(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    v *= 0.3
+    k[..., -1] += 6.0 * scale
+    q[..., -1] += 3.0 * scale
+    k[:, 0] *= 4.0
+    v[:, 0] *= 0.1
 
 
 def arrange(qkv: Tensor, layout: str, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,20 +247,16 @@ def arrange(qkv: Tensor, layout: str, group: int = 1) -> tuple[Tensor, Tensor, T
 
 def _placed(x: Tensor, layout: str, width: int) -> Tensor:
     """Return a copy in another layout; width: of gaps, in 16 bytes."""
-    placed = x.contiguous()
-    if layout == "fused":
-        placed = torch.stack([x * 2, x, x * -3], 2)[:, :, 1]
-    elif layout == "transposed":
-        placed = x.transpose(1, 2).contiguous().transpose(1, 2)
-    elif layout == "gaps":
-        placed = _with_gaps(x, width, width * 16 // x.element_size())
-    elif layout == "unaligned":
-        placed = _with_gaps(x, 1, 1)
-    elif layout == "one head":
-        placed = x[:, :, :1].contiguous().expand(x.shape)
-    elif layout == "one row":
-        placed = x[:1].contiguous().expand(x.shape)
-    return placed
+    copies: dict[str, Callable[[], Tensor]] = {
+        "contiguous": x.contiguous,
+        "fused": lambda: torch.stack([x * 2, x, x * -3], 2)[:, :, 1],
+        "transposed": lambda: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "gaps": lambda: _with_gaps(x, width, width * 16 // x.element_size()),
+        "unaligned": lambda: _with_gaps(x, 1, 1),
+        "one head": lambda: x[:, :, :1].contiguous().expand(x.shape),
+        "one row": lambda: x[:1].contiguous().expand(x.shape),
+    }
+    return copies[layout]()
 
 
 def _with_gaps(x: Tensor, width: int, pad: int) -> Tensor:

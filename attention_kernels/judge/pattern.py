@@ -74,13 +74,13 @@ def _properties(failed: Sequence[_Facts], passed: Sequence[_Facts]) -> Iterator[
 
 
 def _facts(case: Case | DecodeCase) -> _Facts:
-    is_causal = "causal" if isinstance(case, Case) and case.is_causal else "full"
     return {
-        "mask": is_causal if isinstance(case, Case) else "decode",
+        "mask": ("full", "causal")[case.is_causal] if isinstance(case, Case) else "decode",
         **{name: getattr(case, name) for name in SIZES},
         "dtype": dtype_name(case.dtype),
         "layout": f"{case.layout} layout",
         "kind": f"{case.kind} values",
+        "context": f"context {case.context}",
         "scale": f"scale {case.scale}",
         "softmax_scale": "default" if case.softmax_scale is None else str(case.softmax_scale),
     }

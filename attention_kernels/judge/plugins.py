@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from attention_kernels import list_backends, registry
+from attention_kernels import ladder, list_backends, registry
 from attention_kernels.errors import UnavailableBackendError
 from attention_kernels.judge.calls import Reply
-from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process
+from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process, decoded
 from attention_kernels.ladder import build
 from attention_kernels.registry import BackendSpec, Description
 
@@ -55,22 +55,33 @@ class Elsewhere:
 def keep_plugins_out() -> None:
     """Let another process import the plug-ins, and register the backends that it describes.
 
-    Does nothing if this process has imported them already.
+    Each is imported in a process of its own. Does nothing if this process has imported them.
     """
-    if registry.is_discovered() or not registry.plugins():
+    if registry.is_discovered():
         return
-    process = Process(_list_plugins, [])
+    registry.adopt([spec for each in registry.plugins() for spec in _described(each.value)])
+
+
+def find(what: str) -> BackendSpec:
+    """Return ladder.resolve(what), but import no plug-in in this process to find it."""
+    if spec := ladder.known(what):
+        return spec
+    keep_plugins_out()
+    return ladder.resolve(what)
+
+
+def _described(module: str) -> list[BackendSpec]:
+    """Return what a process that imports a module of plug-ins says of their backends."""
+    process, found = Process(_list_plugins, [], module), list[BackendSpec]()
     try:
-        described = msgspec.json.decode(
-            process.answer(LOADING_TIMEOUT_S).text, type=list[Described]
-        )
-        found = [each.spec() for each in described]
-    except (EndedError, msgspec.DecodeError, ValueError) as error:
-        reason = f"importing the plug-ins: {error}"
-        found = [registry.unavailable("PLUGINS", "plug-in", reason)]
+        while len(found) < 1000 and (text := process.answer(LOADING_TIMEOUT_S).text):
+            found.append(decoded(text, Described).spec())
+    except (EndedError, msgspec.DecodeError, RecursionError) as error:
+        reason = f"importing it: {error}"
+        found = [registry.unavailable(f"PLUGIN_{module.upper()}", "plug-in", reason)]
     finally:
         process.close()
-    registry.adopt(found)
+    return found
 
 
 def describe_spec(spec: BackendSpec, has: tuple[bool, bool] = (False, False)) -> Described:
@@ -118,10 +129,13 @@ def caches(what: str) -> Path:
 
 
 def _list_plugins(
-    answer: Callable[[Reply], None], _: Callable[[], bytes], enclose: Callable[[Path], None]
+    answer: Callable[[Reply], None], _: object, enclose: Callable[[Path], None], module: str
 ) -> None:
-    """Import the plug-ins, and describe their backends; runs in another process."""
-    enclose(caches("PLUGINS"))
+    """Import a module of plug-ins, and describe its backends; runs in another process."""
+    enclose(caches(f"plug-in {module}"))
     shipped = {spec.name for spec in registry.shipped()}
-    found = [describe_spec(spec) for spec in list_backends() if spec.name not in shipped]
-    answer(Reply(text=msgspec.json.encode(found).decode()))
+    registry.discover(module)
+    for spec in list_backends():
+        if spec.name not in shipped:
+            answer(Reply(text=msgspec.json.encode(describe_spec(spec)).decode()))
+    answer(Reply())

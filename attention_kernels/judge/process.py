@@ -6,18 +6,18 @@ It is forked from a server that has torch imported.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import multiprocessing
 import os
+import re
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver, reduction
-from multiprocessing.connection import Connection
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,12 +27,15 @@ import msgspec
 from attention_kernels.child import end_with_parent, ending, start_server
 from attention_kernels.errors import AttentionError
 from attention_kernels.judge import isolation
-from attention_kernels.judge.calls import Reply
+from attention_kernels.judge.calls import Reply, plain
 
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
 LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
-LARGEST_MESSAGE = 2**20
-MESSAGE_S = 10.0  # for the rest of a message that has begun
+# A message to a process is in records of RECORD bytes, the last of which is shorter; an answer is
+# one record. A record arrives whole or not at all.
+RECORD, LARGEST_ANSWER = 2**16, 2**18
+# In JSON, and in JSON in a text of it.
+_SPACE = re.compile(r"(?:\s|(?<!\\)\\+(?:u[\da-fA-F]{4}|[bfnrt]))+")
 
 
 class EndedError(AttentionError, RuntimeError):
@@ -50,11 +53,9 @@ class Process:
     def __init__(self, target: Callable[..., None], fds: Sequence[int], *arguments: Any) -> None:
         start_server()
         context = multiprocessing.get_context("forkserver")
-        self._connection, theirs = context.Pipe()
-        limit = struct.pack("@ll", int(MESSAGE_S), 0)
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
-            for way in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
-                ours.setsockopt(socket.SOL_SOCKET, way, limit)
+        self._connection, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST_ANSWER)
+        self._connection.settimeout(ENDING_TIMEOUT_S)
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
         arguments = target, theirs, len(fds), dict(os.environ), folder, *arguments
@@ -62,31 +63,33 @@ class Process:
         with _without_main_and_argv():
             self._process.start()
         theirs.close()
+        output, its_output = os.pipe()
         with contextlib.suppress(OSError):
-            for fd in (2, *fds):
-                reduction.send_handle(self._connection, fd, self._process.pid)
+            socket.send_fds(self._connection, [b" "], [its_output, *fds])
+        os.close(its_output)
+        self._forwarding = threading.Thread(target=_forward, args=[output], daemon=True)
+        self._forwarding.start()
 
     def say(self, message: bytes) -> None:
         """Send a message; whether it arrives, the next answer says. It continues if stopped."""
         self._signal(signal.SIGCONT)
+        message += b" " * (len(message) % RECORD == 0)
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(message)
-
-    def has_answered(self) -> bool:
-        """Return whether an answer is there, or none can come any more."""
-        return self._connection.poll()
+            for start in range(0, len(message), RECORD):
+                self._connection.send(message[start : start + RECORD])
 
     def answer(self, timeout_s: float) -> Reply:
         """Return the next answer; raises EndedError."""
+        self._connection.settimeout(timeout_s)
         try:
-            if not self._connection.poll(timeout_s):
-                self._kill()
-                raise EndedError(f"it did not end within {timeout_s:g} s")
-            return msgspec.json.decode(self._connection.recv_bytes(LARGEST_MESSAGE), type=Reply)
-        except (EOFError, OSError):
-            self._process.join(ENDING_TIMEOUT_S)
-        except msgspec.DecodeError:
+            if record := self._connection.recv(LARGEST_ANSWER):
+                return decoded(record.decode("utf-8", "replace"), Reply)  # type: ignore[no-any-return]
+        except TimeoutError:
+            self._kill()
+            raise EndedError(f"it did not end within {timeout_s:g} s") from None
+        except (ConnectionError, msgspec.DecodeError, RecursionError):
             pass
+        self._process.join(ENDING_TIMEOUT_S)
         status = self._process.exitcode
         self._kill()
         if status is None:
@@ -101,6 +104,7 @@ class Process:
         """End it and the processes that it has started."""
         self._kill()
         self._process.join()
+        self._forwarding.join(ENDING_TIMEOUT_S)
         self._connection.close()
         self._folder.cleanup()
 
@@ -129,6 +133,21 @@ def _without_main_and_argv() -> Iterator[None]:
         sys.modules["__main__"], sys.argv = main, argv
 
 
+def decoded(message: str, kind: Any) -> Any:
+    """Return what a process says, each text in it in one line without control characters.
+
+    Raises msgspec.DecodeError or RecursionError.
+    """
+    return msgspec.json.decode(plain(_SPACE.sub(" ", message)), type=kind)
+
+
+def _forward(output: int) -> None:
+    """Print what a process prints, until it and all that it has started have ended."""
+    with open(output, encoding="utf-8", errors="replace") as file:
+        for line in iter(lambda: file.readline(2**12), ""):
+            print(plain(line), file=sys.stderr)
+
+
 def shared_memory() -> int:
     """Return the descriptor of new shared memory, which no process can make smaller."""
     fd = os.memfd_create("attention", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -141,7 +160,7 @@ def shared_memory() -> int:
 
 def _begin(
     target: Callable[..., None],
-    connection: Connection,
+    connection: socket.socket,
     fds: int,
     environment: dict[str, str],
     folder: Path,
@@ -149,28 +168,29 @@ def _begin(
 ) -> None:
     """Set up a process of the judge's and run `target` in it, which has to call `enclose`."""
     os.setsid()  # what it starts is in its group, and is stopped and killed with it
-    # The judge may be killed while this is stopped, and the thread below with it. The server ends
-    # with the judge, unless this keeps it, and the system then ends this.
+    # The server ends with the judge, unless this keeps it, and the system then ends this.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     end_with_parent()
-    stderr, *others = (reduction.recv_handle(connection) for _ in range(1 + fds))
-    os.dup2(stderr, 2)
-    os.dup2(2, 1)  # only the judge prints the verdict
+    _, (output, *others), *_ = socket.recv_fds(connection, 1, 1 + fds)
+    os.dup2(output, 2)
+    os.dup2(output, 1)  # only the judge prints the verdict
+    # Line by line.
+    (libc := ctypes.CDLL(None)).setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the judge reports it
 
     def enclose(caches: Path = folder) -> None:
         isolation.enclose(folder, caches)
-        threading.Thread(target=_die_with_parent, daemon=True).start()
 
     def answer(reply: Reply) -> None:
-        connection.send_bytes(msgspec.json.encode(reply))
+        connection.send(msgspec.json.encode(reply))
 
-    target(answer, connection.recv_bytes, enclose, *others, *arguments)
+    def wait() -> bytes:
+        message = b""
+        while len(message) % RECORD == 0:
+            message += connection.recv(RECORD) or os._exit(1)  # the judge has ended
+        return message
 
-
-def _die_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
+    target(answer, wait, enclose, *others, *arguments)

@@ -55,7 +55,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import threshold
 
-from attention_kernels.contract import dtype_name
+from attention_kernels.contract import dtype_name, per_query_head
 from attention_kernels.errors import ArgumentError
 
 # The factor of each precision class. A number split into two terms keeps 22 of float32's 24 bits,
@@ -192,7 +192,7 @@ class Rule:
         naive = torch.full_like(self.condition, self.naive_error)
         # Unlike Python's max(), torch's keeps a NaN.
         expected = budget_factor(precision) * naive.maximum(self.condition)
-        return slack * (_last_place(precision) * (expected + self.absolute) + self.sums)
+        return slack * (LAST_PLACE.get(precision, 1.0) * (expected + self.absolute) + self.sums)
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ def truth(
     The arguments are those of naive_attention(), but k and v may have fewer heads than q. Whatever
     the shape, only a few gigabytes of scores exist at once.
     """
-    if k.shape[2] != q.shape[2]:
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    k, v = per_query_head(q, k, v)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     reference = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     rounding, sizes, naive = (torch.empty_like(reference) for _ in range(3))
     row_sums = reference.new_empty(q.shape[:3])
@@ -287,7 +287,7 @@ def truth(
         part = batch, rows, heads
         seen = batch, slice(offset + rows.stop if is_causal else None), heads
         lengths = None if seqlens is None else seqlens[batch]
-        arguments = q[part], k[seen], v[seen], softmax_scale, is_causal, lengths
+        arguments = q[part], k[seen], v[seen], scale, is_causal, lengths
         reference[part], rounding[part], sizes[part], row_sums[part] = _rounding(*arguments)
         naive[part] = _naive_difference(reference[part], *arguments)
     eps, sums = _eps(q.dtype), row_sums[..., None] * reference.abs()
@@ -319,7 +319,7 @@ def error_budget(precision: str, dtype: torch.dtype, expected: float, largest: f
     largest magnitude.
     """
     absolute = ABSOLUTE_TERM_ULPS * _eps(dtype) * largest
-    return _last_place(precision) * (budget_factor(precision) * expected + absolute)
+    return LAST_PLACE.get(precision, 1.0) * (budget_factor(precision) * expected + absolute)
 
 
 def extent(wrong: Tensor) -> str:
@@ -359,19 +359,16 @@ def _scores(
 
 
 def _rounding(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None,
-    is_causal: bool,
-    seqlens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *mask: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the reference, each element's condition and size, and each row's term for sums."""
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    """Return the reference, each element's condition and size, and each row's term for sums.
+
+    mask: is_causal and seqlens.
+    """
     eps, sum_eps = _eps(q.dtype), _sum_eps(q.dtype)
     is_float64 = q.dtype == torch.float64
     q, k, v = (x.double() for x in (q, k, v))
-    scores = _scores(q, k, softmax_scale, is_causal, seqlens)
+    scores = _scores(q, k, scale, *mask)
     weights = torch.softmax(scores, dim=3)
     v = v.transpose(1, 2)
     o, size = (weights @ torch.cat([v, v.abs()], dim=3)).chunk(2, dim=3)
@@ -419,10 +416,6 @@ def budget_factor(precision: str) -> float:
     return BUDGET_FACTOR.get(precision, DEFAULT_BUDGET_FACTOR)
 
 
-def _last_place(precision: str) -> float:
-    return LAST_PLACE.get(precision, 1.0)
-
-
 def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
@@ -435,12 +428,12 @@ def _sum_eps(dtype: torch.dtype) -> float:
 def _parts(q: Tensor, keys: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yield slices of batch, rows and heads with at most LARGEST_SCORES scores each."""
     batch, seqlen, num_heads, _ = q.shape
-    if batch * num_heads * seqlen * keys <= LARGEST_SCORES:
-        yield slice(None), slice(0, seqlen), slice(None)
-        return
-    heads = max(1, LARGEST_SCORES // (seqlen * keys))
-    rows = min(seqlen, max(1, LARGEST_SCORES // keys))
-    steps = itertools.product(range(batch), range(0, seqlen, rows), range(0, num_heads, heads))
-    for entry, row, head in steps:
+    # How many fit at once, of each axis the largest part whose inner axes are whole.
+    rows, heads, entries = (
+        max(1, LARGEST_SCORES // scores)
+        for scores in (keys, seqlen * keys, num_heads * seqlen * keys)
+    )
+    firsts = range(0, batch, entries), range(0, seqlen, rows), range(0, num_heads, heads)
+    for entry, row, head in itertools.product(*firsts):
         last_row = min(row + rows, seqlen)
-        yield slice(entry, entry + 1), slice(row, last_row), slice(head, head + heads)
+        yield slice(entry, entry + entries), slice(row, last_row), slice(head, head + heads)

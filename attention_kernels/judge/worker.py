@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -25,15 +27,32 @@ from torch import Tensor
 from attention_kernels import ladder, registry
 from attention_kernels.child import check_time_limit
 from attention_kernels.errors import AttentionError, UnavailableBackendError, UnknownBackendError
-from attention_kernels.judge import caller, calls, isolation, plugins
+from attention_kernels.judge import caller, calls, isolation, plugins, process
 from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process, shared_memory
 from attention_kernels.registry import BackendSpec
 
 TIMEOUT_S = 300.0  # for one request
 # Timed calls are repeated for this long by the judge's own clock: more than ten times
-# clock.ANSWER_S. No call takes less than LEAST_CALL_S, whatever its worker answers.
-REPEATED_S, LEAST_CALL_S = {"cuda": 0.02, "cpu": 0.5}, 1e-6
-_WRONG_FACTS = msgspec.DecodeError, ValueError
+# clock.ANSWER_S.
+REPEATED_S = {"cuda": 0.02, "cpu": 0.5}
+# How many of the repeated calls are made again in a sample; how many times, if the output differs.
+CHECKED, ALIKE = 4, 4
+_WRONG_FACTS = msgspec.DecodeError, ValueError, RecursionError
+
+
+class RejectedTimeError(AttentionError):
+    """A measured time that does not count; the text is the rule that it broke, with its figures."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """One of the repeated calls, made once more."""
+
+    call: int
+    """Its set of inputs."""
+    before: int
+    """The total_of() the output before it, as the worker told it when the clock had stopped."""
+    output: Tensor
 
 
 @dataclass(frozen=True)
@@ -42,9 +61,16 @@ class Timing:
 
     seed: int
     """The seed of the factors by which the inputs were multiplied when the clock had started."""
-    checksum: int
-    """The checksum of the outputs that came when the clock stopped."""
     outputs: list[Tensor]
+    """Of the calls with new numbers."""
+    unchained: dict[int, Tensor]
+    """Some outputs of calls without the chain."""
+    again: list[Again]
+    """Some of the repeated calls."""
+    is_reproducible: bool
+    """Whether those had the same output each time."""
+    fault: str
+    """In what they differ from before, in words."""
     once: float
     """By the worker's clock, with numbers that it saw for the first time."""
     once_outside: float
@@ -112,48 +138,101 @@ class Runner:
         outputs, again = self._request.outputs(self._taken.tensor)
         return calls.Outputs(outputs, again, self._request.fault(self._given.tensor))
 
-    def has_answered(self) -> bool:
-        """Return whether load() or receive() would return at once."""
-        return True
-
     def call(self, request: calls.Request) -> calls.Outputs:
         """Send a request and receive its outputs."""
         self.send(request)
         return self.receive()
 
-    def time(self, request: calls.Request) -> Timing:
+    def time(self, request: calls.Request, passes: int = 1) -> Timing:
         """Time the calls of a request once and then several times, by two clocks.
 
         The factors by which the inputs are multiplied come with the word to start, so the worker
-        cannot compute an output earlier. Raises the errors of receive().
+        cannot compute an output earlier. With the word that they have ended come sums that bind all
+        outputs: of the repeated calls, which each follow from the one before, some are made again.
+        passes: a guess of how many last REPEATED_S. Raises RejectedTimeError if the outputs that
+        count are not as promised, and the errors of receive().
         """
         self.send(request)
         self._reply()
-        seed = secrets.randbelow(2**62)
+        seed, count = secrets.randbelow(2**62), len(request.calls.order)
         once, once_outside = self._timed(calls.Start(seed))
-        self._timed(calls.HandOver())
-        outputs, _ = request.outputs(self._taken.tensor)
-        least, passes = REPEATED_S[self.device], 1
-        most = math.ceil(least / LEAST_CALL_S / len(outputs))
-        often, often_outside = self._timed(calls.Repeat(passes))
-        while often_outside < least and passes < most:
-            passes = min(math.ceil(passes * 1.1 * least / often_outside), most)
-            often, often_outside = self._timed(calls.Repeat(passes))
-        unchained_outside = often_outside
+        outputs = self._handed_over(range(count))
+        unchained, unchained_s = dict[int, Tensor](), 0.0
         if self.device == "cuda":
             self._timed(calls.Repeat(1, chained=False))  # captures a graph
-            _, unchained_outside = self._timed(calls.Repeat(passes, chained=False))
+            _, _, unchained_s = self._often(calls.Repeat(passes, chained=False), count)
+            drawn = random.sample(range(count), min(CHECKED, count))
+            unchained = dict(zip(drawn, self._handed_over(drawn), strict=True))
+        passes, often, often_s = self._often(calls.Repeat(passes), count)
+        again, is_reproducible, fault = self._again(passes)
         return Timing(
             seed=seed,
-            checksum=once.checksum,
             outputs=outputs,
-            once=once.seconds,
+            unchained=unchained,
+            again=again,
+            is_reproducible=is_reproducible,
+            fault=fault,
+            once=once,
             once_outside=once_outside,
-            often=often.seconds / passes,
-            often_outside=often_outside / passes,
-            unchained_outside=unchained_outside / passes,
+            often=often,
+            often_outside=often_s,
+            unchained_outside=unchained_s or often_s,
             passes=passes,
         )
+
+    def _often(self, message: calls.Repeat, count: int) -> tuple[int, float, float]:
+        """Repeat timed calls for REPEATED_S.
+
+        Returns the number of passes, the worker's seconds of a pass, and the judge's.
+        """
+        least, passes = REPEATED_S[self.device], message.passes
+        most = calls.MOST_REPEATED // count
+        often, outside = self._timed(message)
+        while outside < least and passes < most:
+            passes = min(math.ceil(passes * 1.1 * least / outside), most)
+            often, outside = self._timed(calls.Repeat(passes, message.chained))
+        return passes, often / passes, outside / passes
+
+    def _handed_over(self, which: Sequence[int]) -> list[Tensor]:
+        """Return outputs of timed calls, whose row_sums() came when the clock stopped."""
+        request, taken = self._request, self._taken.tensor
+        promised = torch.split(request.calls.sums(taken).clone(), request.calls.rows)
+        self._timed(calls.HandOver([*which]))
+        outputs = [request.output(taken, call) for call in which]
+        for call, o in zip(which, outputs, strict=True):
+            if not torch.equal(calls.row_sums([o]), promised[call]):
+                raise RejectedTimeError("the timed outputs changed after the clock had stopped")
+        return outputs
+
+    def _again(self, passes: int) -> tuple[list[Again], bool, str]:
+        """Make some of the repeated calls again, whose totals came when the clock stopped.
+
+        Returns them, whether each had the same output each time, and what is wrong if it then was
+        another than before.
+        """
+        request, taken = self._request, self._taken.tensor
+        count = len(request.calls.order)
+        totals = request.calls.sums(taken, passes * count).tolist()
+        found: list[Again] = []
+        drawn = [1 + secrets.randbelow(len(totals) - 1) for _ in range(CHECKED)]
+        if passes > 1:  # a pass that repeats another goes wrong in its first calls
+            first = count * (1 + secrets.randbelow(passes - 1))
+            drawn[:2] = first, first + 1
+        for n in drawn:
+            call, seen = n % count, set[int]()
+            for _ in range(ALIKE):
+                self._timed(calls.Again(call, totals[n - 1]))
+                o = request.output(taken, call)
+                seen.add(int(calls.total_of(o)))
+                if totals[n] in seen:
+                    break
+            found.append(Again(call, totals[n - 1], o))
+            if totals[n] not in seen:
+                fault = (
+                    f"repeated call {n} of {len(totals)} has another output when it is made again"
+                )
+                return found, len(seen) == 1, fault if len(seen) == 1 else ""
+        return found, True, ""
 
     def rest(self) -> None:
         """Stop its process, if it has one, until the next request."""
@@ -161,12 +240,12 @@ class Runner:
     def close(self) -> None:
         """End its process, if it has one."""
 
-    def _timed(self, message: calls.Message) -> tuple[calls.Reply, float]:
-        """Send a message; return the reply and the seconds until it came."""
+    def _timed(self, message: calls.Message) -> tuple[float, float]:
+        """Send a message; return the worker's seconds, and the seconds until its reply."""
         started = time.perf_counter()
         self._say(message)
         reply = self._reply()
-        return reply, time.perf_counter() - started
+        return reply.seconds, time.perf_counter() - started
 
     def _reply(self) -> calls.Reply:
         """Return the reply to the last message; raises the error that it reports."""
@@ -207,21 +286,20 @@ class Worker(Runner):
     ) -> None:
         check_time_limit(timeout_s)
         self.timeout_s = timeout_s
-        known = ladder.known(what)
+        known = plugins.find(what)
         fds = shared_memory(), shared_memory()
         memory = calls.Block(fds[0]), calls.Block(fds[1])
         has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_device() if has_started else 0
-        self._process = Process(caller.serve, fds, what, device, current, races)
-        self._is_loading = known is not None and known.version is not None
+        self._process = Process(caller.serve, fds, what, device, current, races, known.plugin)
+        self._is_loading = known.version is not None
         try:
-            if known and known.version:
-                spec, decodes = known, known.version.role == "decode"
+            if known.version:
+                decodes = known.version.role == "decode"
                 has = not decodes, decodes
             else:
-                described = msgspec.json.decode(self._loaded(what), type=plugins.Described)
-                spec, has = known or described.spec(), described.has
-            super().__init__(spec, device, memory, has)
+                has = process.decoded(self._loaded(what), plugins.Described).has
+            super().__init__(known, device, memory, has)
             self.not_isolated = isolation.missing()
             if load:
                 self.load()
@@ -241,10 +319,6 @@ class Worker(Runner):
         if self._is_loading:
             self._is_loading = False
             self._loaded(self.spec.name)
-
-    def has_answered(self) -> bool:
-        """Return whether load() or receive() would return at once."""
-        return self._process.has_answered()
 
     def rest(self) -> None:
         """Stop the process, its threads and its children until the next request."""

@@ -45,12 +45,13 @@ EMULATOR_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions"
 # For a build that looks for races; the other build has all checks.
 VOLATILES = "--param=tsan-distinguish-volatile=1"
 RACES_OPTIMIZATION = (
-    *("-Og", "-fsanitize=bounds", "-fno-sanitize-recover=all"),
+    *(*EMULATOR_CHECKS[1:], "-Og", "-fsanitize=bounds", "-U__SANITIZE_THREAD__"),
     *("-DATTENTION_EMULATOR_RACES", VOLATILES),
 )
 # A kernel that may poll a volatile: only so does the emulator know that others must run.
 VOLATILE = re.compile(r"(?<!asm )(?<!asm__ )\bvolatile\b")
-INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
+_INCLUDE = rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include(?:_next)?|import|embed)\b"
+INCLUDE = re.compile(_INCLUDE + rb'\s*(?:["<]([^">\n]+)[">])?')  # no group without a name
 # For inline PTX, which a file may have for some architectures only.
 PTX_FLAGS = ("-include", "emulator/inline_ptx.h", "-D__CUDA_ARCH__=900")
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
@@ -245,7 +246,8 @@ def _lock(file: Path, label: str) -> Iterator[None]:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             _tell(f"waiting for another process that builds {label} ...")
-            lock.acquire()
+            # Not for ever: a kernel's process can hold it, too.
+            lock.acquire(timeout=compilers.COMPILER_TIMEOUT_S)
     try:
         yield
     finally:
@@ -254,15 +256,12 @@ def _lock(file: Path, label: str) -> Iterator[None]:
 
 def _check_trusted(path: Path) -> None:
     """Raise BuildError if another user owns a path in the cache or may write to it."""
-    status, other = path.stat(), "or name another folder with ATTENTION_KERNELS_CACHE"
-    if status.st_uid not in (os.geteuid(), 0):
+    status = path.stat()
+    is_ours = status.st_uid in (os.geteuid(), 0)
+    if not is_ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(
-            f"{path} belongs to another user, whose kernels would run as yours: delete it, {other}"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        close = shlex.join(["chmod", "go-w", str(path)])
-        raise BuildError(
-            f"other users may write to {path}, whose kernels run as yours: {close}, {other}"
+            f"{path} {'may be written by' if is_ours else 'belongs to'} other users, whose kernels "
+            "would run as yours: delete it, or name another folder with ATTENTION_KERNELS_CACHE"
         )
 
 
@@ -298,6 +297,7 @@ def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str
     Headers are looked for next to the file, in csrc and in the folders of -I in `flags`. Includes
     that a condition excludes count too, and so do files that a nearer one hides; at worst that
     causes a needless rebuild. Headers of the system, the toolkit and torch are not looked for.
+    Raises BuildError for an include that does not name its file.
     """
     pairs = zip(flags, [*flags[1:], ""], strict=False)
     searched = [flag[2:] or following for flag, following in pairs if flag.startswith("-I")]
@@ -310,7 +310,9 @@ def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str
         text = Path(file).read_bytes()
         found[file] = hashlib.sha256(text).hexdigest()
         folders = [os.path.dirname(file), str(csrc), f"{csrc}/emulator", *searched]
-        names = [*map(os.fsdecode, INCLUDE.findall(text))]
+        names = [*map(os.fsdecode, INCLUDE.findall(re.sub(rb"\\\r?\n", b"", text)))]
+        if "" in names:
+            raise BuildError(f"{file}: each #include must name its file, not a macro")
         wanted |= {os.path.normpath(f"{folder}/{name}") for folder in folders for name in names}
     return dict(sorted(found.items()))
 

@@ -16,16 +16,11 @@ from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PREC
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 # The fields in the order of our files, with their defaults: all are optional.
 FIELDS = {
-    "From": "",
-    "Change": "",
-    "Why": "",
-    "Cost": "",
-    "Tile": "",
+    **dict.fromkeys(("From", "Change", "Why", "Cost", "Tile"), ""),
     "Layout": "contiguous",
     "Role": "attention",
     "Takes": "float32",
-    "Needs": "",
-    "Precision": "",
+    **dict.fromkeys(("Needs", "Precision"), ""),
     "Error": "1x: as its precision class",
     "Flags": "(none)",
     "Expect": "",
@@ -130,14 +125,6 @@ def version_files(folder: Path) -> list[Path]:
 def version_number(path: Path) -> int:
     """Return the number in the name of a version file."""
     return int(path.name[1:].split("_")[0])
-
-
-def versions(folder: Path = CSRC / "fp32", op_prefix: str = "") -> list[VersionHeader]:
-    """Return the headers of a folder's version files, see in_order(); raises HeaderError."""
-    found = [parse_header(path, op_prefix) for path in version_files(folder)]
-    for version in found:
-        check_start(version, found)
-    return in_order(found)
 
 
 def in_order(found: Iterable[VersionHeader]) -> list[VersionHeader]:

@@ -339,13 +339,11 @@ def _load_library(library: Path, version: VersionHeader, device_type: str) -> No
     except OSError as error:
         text = str(error.__cause__ or error)  # torch's own message is only the path
         missing = re.search(r"undefined symbol: \S*\d(launch|scratch_floats|version)E", text)
-        if missing and missing[1] == "version":
-            text = f"{version.path.name} does not include common.cuh"
-        elif missing:
+        if missing:
             text = (
                 f"{version.path.name} does not define {missing[1]}() as csrc/attention.h declares "
-                "it: a version file defines scratch_floats() and launch() in "
-                "namespace attention::ATTENTION_VERSION"
+                "it: a version file includes common.cuh, and defines scratch_floats() and launch() "
+                "in namespace attention::ATTENTION_VERSION"
             )
         raise BuildError(text) from error
 

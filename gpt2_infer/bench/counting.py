@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -41,17 +41,15 @@ class Counting(Subject[Shape]):
     def contenders(self, cell: Shape) -> Iterator[Contender]:
         """Compile and count every version."""
         rows = resource_table(self.compiled, [self.study.arch], [cell.head_dim])
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            work = pool.map(lambda version: _count(version, cell), self.versions.values())
-            counted = list(tqdm(work, "counting accesses", len(self.versions), disable=None))
+        counted = count_all((version, cell) for version in self.versions.values())
         for (name, version), found in zip(self.versions.items(), counted, strict=True):
             metrics = resources([row for row in rows if row.version == version.label])
             row = Row(contender=name, metric="accesses", unit="count")
             if isinstance(found, str):
                 row.status, row.reason = "refused", found
             else:
-                metrics |= found
-                row.samples = [sum(found[name] for name in found if name.endswith("requests"))]
+                metrics |= (counts := totals(found))
+                row.samples = [sum(counts[one] for one in counts if one.endswith("requests"))]
             row.extra["change"] = version.title
             yield Contender(
                 row,
@@ -62,13 +60,22 @@ class Counting(Subject[Shape]):
             )
 
 
-def _count(version: VersionHeader, cell: Shape) -> dict[str, float] | str:
-    """Return the access counts of a version, or the reason why they cannot be counted."""
-    try:
-        accesses = count_accesses(version, **msgspec.structs.asdict(cell))
-    except UnsupportedError as error:
-        return "; ".join(error.reasons)
-    return totals(accesses)
+def count_all(
+    calls: Iterable[tuple[VersionHeader, Shape]], timeout_s: float = 600.0
+) -> list[list[Access] | str]:
+    """Return the accesses of each call of a version, or why they cannot be counted."""
+
+    def count(call: tuple[VersionHeader, Shape]) -> list[Access] | str:
+        version, shape = call
+        try:
+            return count_accesses(version, **msgspec.structs.asdict(shape), timeout_s=timeout_s)
+        except UnsupportedError as error:
+            return "; ".join(error.reasons)
+
+    wanted = [*calls]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(count, wanted)
+        return [*tqdm(found, "counting accesses", len(wanted), unit="", disable=None)]
 
 
 def resources(rows: Sequence[Resources]) -> dict[str, float]:

@@ -60,7 +60,7 @@ class Decoding(Subject[DecodeCell]):
         """Measure the GPU's read bandwidth."""
         if self.device == "cpu":
             return {}
-        found = read_bandwidth(torch.device("cuda"), 4 * 2**30)
+        found = read_bandwidth()
         torch.cuda.empty_cache()
         return {"read_gbps": round(found, 1)}
 

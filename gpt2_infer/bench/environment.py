@@ -28,16 +28,11 @@ _NVIDIA_SMI = [field.encode_name for field in msgspec.structs.fields(Gpu) if not
 """The fields that nvidia-smi knows, by its names."""
 
 
-def provenance(*, besides: Path | None = None) -> Provenance:
-    """Describe this process for a results file.
-
-    besides: a file that the run replaces, so that its changes do not make the checkout dirty.
-    """
+def provenance() -> Provenance:
+    """Describe this process for a results file; other results do not make the checkout dirty."""
     matmul = torch.backends.cuda.matmul
-    files = ["."]
-    if besides is not None and besides.absolute().is_relative_to(_ROOT):
-        files.append(f":(exclude){besides.absolute()}")
-    status = _git("status", "--porcelain", "--", *files)
+    status = _git("status", "--porcelain", "--", ".", ":(exclude)results")
+    installed = {one.name: one.version for one in importlib.metadata.distributions()}
     return Provenance(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=shlex.join(["python", *map(_without_folder, sys.argv)]),
@@ -51,7 +46,7 @@ def provenance(*, besides: Path | None = None) -> Provenance:
         cpu_threads=torch.get_num_threads(),
         gpu=_gpu(),
         build_flags={name: os.environ[name] for name in compilers.FLAGS if name in os.environ},
-        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        packages={name: installed[name] for name in _PACKAGES if name in installed},
         precision={
             "matmul_allow_tf32": matmul.allow_tf32,
             "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
@@ -129,17 +124,8 @@ def _run(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or "unknown"
+    text = cpuinfo.read_text("utf-8") if cpuinfo.is_file() else ""
+    found = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or "unknown"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -66,9 +65,6 @@ class Texts(Subject[GenerationCell]):
             "device": self.device,
             "model": study.model + (", random weights, seed 0" if study.random_weights else ""),
             "prompt_tokens": len(self.prompt),
-            "prompt_digest": environment.token_digest([self.prompt]),
-            "weights_digest": weights_digest(model),
-            "dtype_of_digest": self.cells[0].dtype,
         }
         kinds = [(cell.dtype, model.config.head_dim, cell.max_tokens) for cell in cells]
         self.specs = selection.chosen([baseline, *specs], kinds, self.device)
@@ -120,14 +116,6 @@ def _compare(row: Row, model: GPT2, specs: list[BackendSpec], texts: list[Genera
     if not found.passed:
         fault = "; ".join(found.b.faults or found.a.faults)
         row.status, row.reason = "failed", f"{found.verdict}: {fault}"
-
-
-def weights_digest(model: GPT2) -> str:
-    """Return a SHA-256 over the parameters' names and bytes."""
-    digest = hashlib.sha256()
-    for key, value in model.state_dict().items():
-        digest.update(key.encode() + value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, length: int) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import torch
 
 from attention_kernels import BackendSpec
-from attention_kernels.judge.clock import Clock, Numbers, RejectedTimeError
+from attention_kernels.judge.clock import Clock, Numbers
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.plugins import keep_plugins_out
 from attention_kernels.judge.suite import KERNEL_ERRORS
 from attention_kernels.judge.timing import sets_of
 from attention_kernels.judge.truth import check_precision
-from attention_kernels.judge.worker import Runner, open_runner
+from attention_kernels.judge.worker import RejectedTimeError, Runner, open_runner
 from gpt2_infer.bench import limits, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from attention_kernels.ladder import compilers, header
-from attention_kernels.ladder.op import c_struct, load_op
+from attention_kernels.ladder import compilers
+from attention_kernels.ladder.op import c_struct
+from gpt2_infer.product import own_op
 
 SOURCE = Path(__file__).parent / "csrc" / "v01_instruction_rates.cu"
 KINDS = ("ffma", "mma_float16", "mma_tf32")  # the kernel numbers them in this order
@@ -30,12 +31,15 @@ def device_seconds(work: Callable[[], Any]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def read_bandwidth(device: torch.device, size: int = 2**30) -> float:
-    """Return the GPU's read bandwidth in GB/s: the median of 20 sums over `size` bytes."""
-    with torch.cuda.device(device):  # the events' device
-        data = torch.empty(size // 4, device=device).normal_()
-        data.sum()  # warm-up
-        return size / statistics.median(device_seconds(data.sum) for _ in range(20)) / 1e9
+def read_bandwidth() -> float:
+    """Return the GPU's read bandwidth in GB/s: the median of 20 sums over 4 GiB."""
+    data = torch.empty(2**30, device="cuda").normal_()
+    return data.nbytes / median_seconds(data.sum, 20) / 1e9
+
+
+def median_seconds(work: Callable[[], Any], calls: int = 5) -> float:
+    """Return the median GPU time of some calls of work() in seconds, after a first one."""
+    return statistics.median([device_seconds(work) for _ in range(calls + 1)][1:])
 
 
 def gpu_limits(dtypes: Iterable[str], *, instructions: bool) -> dict[str, float]:
@@ -45,17 +49,13 @@ def gpu_limits(dtypes: Iterable[str], *, instructions: bool) -> dict[str, float]
     instructions: also those of instruction_tflops(), which are built first; with nvcc and compute
     capability 8.0 or higher only. Raises BuildError.
     """
-
-    def seconds(work: Callable[[], Any]) -> float:
-        return statistics.median([device_seconds(work) for _ in range(6)][1:])
-
     source, target = torch.zeros(2, 2**30, dtype=torch.uint8, device="cuda")
-    limits = {"copy_gbps": 2 * 2**30 / seconds(lambda: target.copy_(source)) / 1e9}
+    limits = {"copy_gbps": 2 * 2**30 / median_seconds(lambda: target.copy_(source)) / 1e9}
     for dtype in sorted(dtypes):
         x = torch.randn(8192, 8192, device="cuda").to(getattr(torch, dtype))
         out = torch.empty_like(x)
         work = functools.partial(torch.mm, x, x, out=out)
-        limits[f"matmul_{dtype}_tflops"] = 2 * 8192**3 / seconds(work) / 1e12
+        limits[f"matmul_{dtype}_tflops"] = 2 * 8192**3 / median_seconds(work) / 1e12
     can_build = not compilers.missing_compiler("cuda")
     if instructions and can_build and torch.cuda.get_device_capability() >= (8, 0):
         limits |= instruction_tflops()
@@ -70,8 +70,7 @@ class Rate:
     """One kind of instruction, repeated by every thread of some blocks; raises BuildError."""
 
     def __init__(self, kind: str, blocks: int, iterations: int, device: str) -> None:
-        version = header.parse_header(SOURCE, "instruction_rates_")
-        self._op = load_op(version, device, "the instruction rates")
+        self._op = own_op(SOURCE, "instruction_rates_", device)
         self._counts = torch.empty(blocks * THREADS, device=device)
         params = RateParams(self._counts.data_ptr(), blocks, iterations, KINDS.index(kind))
         self._params = torch.frombuffer(bytearray(params), dtype=torch.uint8)
@@ -91,6 +90,5 @@ def instruction_tflops() -> dict[str, float]:
     blocks = 8 * torch.cuda.get_device_properties().multi_processor_count
     for kind in KINDS:
         rate = Rate(kind, blocks, ITERATIONS, "cuda")
-        seconds = statistics.median([device_seconds(rate.run) for _ in range(6)][1:])
-        found[f"{kind}_tflops"] = rate.flops() / seconds / 1e12
+        found[f"{kind}_tflops"] = rate.flops() / median_seconds(rate.run) / 1e12
     return found

@@ -24,17 +24,8 @@ def reference_of(model: GPT2) -> Any:
     """Return transformers' model with a copy of our weights."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    config = model.config
-    sizes = GPT2Config(
-        n_embd=config.n_embd,
-        n_positions=config.n_positions,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        vocab_size=config.vocab_size,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    reference = AutoModelForCausalLM.from_config(sizes, dtype=model.dtype)
+    config = GPT2Config(**vars(model.config) | {"bos_token_id": None, "eos_token_id": None})
+    reference = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     reference.load_state_dict(
         {f"transformer.{name}": value for name, value in model.state_dict().items()}
         | {"lm_head.weight": model.wte.weight}

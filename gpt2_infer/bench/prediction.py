@@ -32,7 +32,7 @@ class Predictions(Subject[KernelCell]):
 
     def __init__(self, study: PredictionStudy) -> None:
         self.gpu, card = study.gpu, find_gpu(study.gpu)
-        versions = selection.versions_of(study.family, may_decode=True)
+        versions = selection.versions_of(study.family)
         self.versions = {name: one for name, one in versions.items() if not one.is_host}
         self.cells = [
             KernelCell(n, study.batch, study.heads, study.head_dim, not study.full, dtype)
@@ -61,15 +61,5 @@ def predict_version(name: str, version: VersionHeader, cell: KernelCell, *, gpu:
         row.status, row.reason = "refused", str(error)
         return row
     row.samples = [round(found.time_us, 3)]
-    row.extra |= {
-        "bound": found.bound,
-        "needs_us": {key: round(value, 3) for key, value in found.needs_us.items() if value},
-        "waiting_us": round(found.waiting_us, 3),
-        "uneven_us": round(found.uneven_us, 3),
-        "launch_us": round(found.launch_us, 3),
-        "load_wavefronts": found.load_wavefronts,
-        "store_wavefronts": found.store_wavefronts,
-    }
-    if found.assumed:
-        row.extra["assumed"] = [*found.assumed]
+    row.extra["bound"] = found.bound  # `gpt2-infer predict --json` has the rest
     return row

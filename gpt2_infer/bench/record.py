@@ -165,7 +165,9 @@ class Row(_Record, kw_only=True):
         """What the clock says beside the time of a kernel, in words; usually nothing."""
         remarks = []
         if overlapping := self.extra.get("overlapping_us"):
-            remarks.append(f"{overlapping:.1f} us when calls overlap")
+            remarks.append(f"{overlapping:.1f} us if nothing comes between two calls")
+        if "is_reproducible" in self.extra:
+            remarks.append("its repeated calls prove nothing: it is not reproducible")
         if times := self.extra.get("depends_us"):
             told = ", ".join(f"{us:.1f} us ({kind} numbers)" for kind, us in times.items())
             remarks.append(f"its time depends on the data: {told}")

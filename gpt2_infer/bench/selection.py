@@ -79,17 +79,12 @@ def select(
     return device, list(dict.fromkeys(specs)), baseline
 
 
-def versions_of(family: str, *, may_decode: bool = False) -> dict[str, VersionHeader]:
-    """Return the versions of a ladder by backend name.
-
-    Raises RequestError if no ladder has that name, or if its kernels only decode and may not.
-    """
+def versions_of(family: str) -> dict[str, VersionHeader]:
+    """Return the versions of a ladder by backend name; raises RequestError for another name."""
     versions = ladder.versions(family)
     if not versions:
         families = ", ".join(ladder.families())
         raise RequestError(f"no ladder named {family}, only {families}")
-    if not may_decode and {version.role for version in versions.values()} == {"decode"}:
-        raise RequestError(f"the kernels of {family} only decode, which is not supported here")
     return versions
 
 

@@ -45,8 +45,7 @@ LENGTHS = {
         "seqlens": [64, 128, 256, 512, 1024, 2048, 4096],
     },
 }
-MIN_ROUNDS = 2  # one sample has no spread
-Rounds: TypeAlias = Annotated[int, msgspec.Meta(ge=MIN_ROUNDS)]
+Rounds: TypeAlias = Annotated[int, msgspec.Meta(ge=2)]  # one sample has no spread
 Mode: TypeAlias = Literal["recompute", "kv-cache"]
 Cell = TypeVar("Cell", bound=msgspec.Struct)
 
@@ -296,19 +295,13 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
     return file
 
 
-def interleave(
-    contenders: Sequence[Contender],
-    *,
-    rounds: int,
-    warm_up: int = 1,
-    on_round: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Sample all contenders in turn, for `warm_up` rounds and then for `rounds` that count.
+def interleave(subject: Subject[Any], contenders: Sequence[Contender], bar: tqdm[Any]) -> None:
+    """Sample all contenders in turn, for the subject's warm-up rounds and those that count.
 
-    A rejected contender does not run again. on_round(index) is called before each round.
+    A rejected contender does not run again.
     """
-    for index in range(-warm_up, rounds):
-        on_round(index)
+    for index in range(-subject.warm_up, subject.rounds):
+        bar.set_postfix_str(f"round {index + 1} of {subject.rounds}")
         for contender in contenders:
             if contender.sample and contender.row.status == "ok":
                 try:
@@ -337,12 +330,7 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
     for contender in subject.contenders(cell):
         contenders.append(contender)
         bar.set_postfix_str(f"{contender.row.contender}: {contender.row.status}")
-    interleave(
-        contenders,
-        rounds=subject.rounds,
-        warm_up=subject.warm_up,
-        on_round=lambda index: bar.set_postfix_str(f"round {index + 1} of {subject.rounds}"),
-    )
+    interleave(subject, contenders, bar)
     if subject.has_energy:
         _measure_energy(contenders, subject.device, bar)
     for contender in contenders:
@@ -429,10 +417,8 @@ class Progress:
                         file.write(self._header + b"\n")
                     file.write(line + b"\n")
             except OSError as error:
-                raise ResultsError(
-                    f"{self.path} cannot be written: {error.strerror} (finished: "
-                    f"{len(self.cells)}); rerun to resume"
-                ) from error
+                why = f"{error.strerror}; rerun to resume"
+                raise ResultsError(f"{self.path} cannot be written: {why}") from error
         self.cells[cell] = rows
 
     def remove(self) -> None:

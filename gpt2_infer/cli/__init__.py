@@ -70,8 +70,7 @@ class Call:
         elif hasattr(module, "text"):
             console.show(module.text(result, **self.arguments))
         if hasattr(module, "exit_status"):
-            status: int = module.exit_status(result)
-            return status
+            return int(module.exit_status(result))
         return 0 if getattr(result, "passed", True) else console.EXIT_FAILED
 
 

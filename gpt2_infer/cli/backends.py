@@ -27,8 +27,6 @@ class Backend:
     """The head dimensions that it takes; empty: any."""
     emulated_on: list[str]
     """The devices on which an emulator runs it."""
-    choices: list[str]
-    """For an alias: what it picks and when."""
     prebuilt: bool
     """Whether its CUDA kernels are in the wheel, so that it needs no nvcc."""
     predecessor: str | None
@@ -75,7 +73,6 @@ def backends(names: Annotated[tuple[str, ...], Parameter(name="WHAT")] = (), /) 
             precisions=dict(spec.precisions),
             head_dims=[*spec.head_dims],
             emulated_on=[*spec.emulated_on],
-            choices=[*spec.choices],
             prebuilt=ladder.is_prebuilt(spec),
             predecessor=predecessors.get(spec.name),
             unavailable={device: spec.unavailable_reason(device) for device in spec.device_types},
@@ -111,6 +108,5 @@ def _details(row: Backend) -> Iterator[str]:
     origin = "; its CUDA kernels are prebuilt" if row.prebuilt else ""
     yield f"{row.name} ({row.family}), {row.state}: {row.summary}"
     yield f"  takes {takes}; head_dim {dims}{start}{origin}"
-    yield from (f"  {choice}" for choice in row.choices)
     if row.state == NOT_HERE:
         yield f"  {'; '.join(dict.fromkeys(reason or '' for reason in row.unavailable.values()))}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from cyclopts import Token
     from cyclopts.argument import ArgumentCollection
 
-    from attention_kernels import BackendSpec
     from gpt2_infer.model import GPT2
     from gpt2_infer.request import Request
 
@@ -37,29 +35,27 @@ def no_word_is_none(_: object, __: object, arguments: ArgumentCollection) -> Non
 
 def matching(pattern: str, what: str, build: Callable[[str], Any], **more: Any) -> Parameter:
     """Return a parameter whose word must match a pattern; what: the pattern in words."""
-
-    def convert(_: object, tokens: Sequence[Token]) -> Any:
-        text = tokens[0].value
-        if not re.fullmatch(pattern, text):
-            # The message of a ValueError is lost if the option takes several values.
-            raise CoercionError(msg=f"must be {what}, not {text[:40]!r}", token=tokens[0])
-        return build(text)
-
-    return Parameter(converter=convert, **more)
+    word = Annotated[str, Meta(pattern=rf"\A({pattern})\Z")]
+    return _converted(word, what, build, **more)
 
 
 def _number(kind: type, what: str, limits: Meta) -> Parameter:
     """Return a parameter with the limits that msgspec also checks for mcp; what: both in words."""
+    return _converted(Annotated[kind, limits], what, lambda number: number)
 
+
+def _converted(kind: Any, what: str, build: Callable[[Any], Any], **more: Any) -> Parameter:
     def convert(_: object, tokens: Sequence[Token]) -> Any:
         text = tokens[0].value
         try:
-            return msgspec.convert(text, Annotated[kind, limits], strict=False)
+            value = msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError:
+            # The message of a ValueError is lost if the option takes several values.
             message = f"must be {what}, not {text[:40]!r}"
             raise CoercionError(msg=message, token=tokens[0]) from None
+        return build(value)
 
-    return Parameter(converter=convert)
+    return Parameter(converter=convert, **more)
 
 
 def see_only(device: str) -> str:
@@ -136,15 +132,11 @@ class Model:
     dtype: Dtype = "float32"
     products: ProductsName = "ieee-fp32"
 
-    def load(
-        self,
-        request: dict[str, Any],
-        *,
-        attention: BackendSpec | None = None,
-        decode_attention: BackendSpec | None = None,
-        seed: int = 0,
-    ) -> tuple[GPT2, Request]:
-        """Return the model and the request; the request is checked before any weight is read."""
+    def load(self, request: dict[str, Any], **more: Any) -> tuple[GPT2, Request]:
+        """Return the model and the request; the request is checked before any weight is read.
+
+        more: further arguments of GPT2.from_pretrained().
+        """
         from gpt2_infer.checkpoint import open_checkpoint, resolve_device
         from gpt2_infer.model import GPT2
         from gpt2_infer.request import Request
@@ -154,16 +146,8 @@ class Model:
             self.model, revision=self.revision, random_weights=self.random_weights
         )
         checked = Request(config=checkpoint.config, tokenizer=checkpoint.tokenizer, **request)
-        model = GPT2.from_pretrained(
-            checkpoint,
-            device=device,
-            dtype=self.dtype,
-            attention=attention,
-            decode_attention=decode_attention,
-            products=self.products,
-            seed=seed,
-        )
-        return model, checked
+        how: dict[str, Any] = {"device": device, "dtype": self.dtype, "products": self.products}
+        return GPT2.from_pretrained(checkpoint, **how, **more), checked
 
 
 @dataclass(frozen=True)

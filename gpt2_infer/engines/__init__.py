@@ -35,15 +35,13 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
     """
     kind, name = _choose(model, request)
 
-    def make() -> Engine:
-        return _make(model, request, kind, name)
-
     def begin(engine: Engine) -> None:
         engine.clear()
         engine.begin(model, request)
 
     most = 0 if name == "eager" else room(model.device)
-    return model.prepared.lend(kind.shape(model, request, name), make, begin, most)
+    key = kind.shape(model, request, name)
+    return model.prepared.lend(key, lambda: _make(model, request, kind, name), begin, most)
 
 
 def _make(model: GPT2, request: Request, kind: type[Engine], name: EngineName) -> Engine:

@@ -136,14 +136,6 @@ class Engine:
         """Return the name of the attention that a step uses."""
         return self.model.attention.name
 
-    def position(self, row: int, step: int) -> int:
-        """Return the position whose logits give a row's token in a step."""
-        return int(self.prompt_lengths[row]) + step - 1
-
-    def steps_done(self) -> int:
-        """Return how many new tokens every row has; waits for the device."""
-        return int((self.lengths - self.prompt_lengths).min())
-
     def new_tokens(self, count: int) -> list[list[int]]:
         """Return the first `count` new tokens of each row, on the host."""
         index = self.prompt_lengths[:, None] + torch.arange(count, device=self.device)

@@ -14,12 +14,7 @@ class Cached(Engine):
 
     def backend(self, step: int) -> str:
         """Return the name of the attention that a step uses."""
-        return self.decode_attention if step else self.model.attention.name
-
-    @property
-    def decode_attention(self) -> str:
-        """The name of the attention used for decoding."""
-        return self.model.decode_attention.name
+        return (self.model.decode_attention if step else self.model.attention).name
 
     def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
         super().__init__(model, request, name)

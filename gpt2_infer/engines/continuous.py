@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -23,6 +23,7 @@ import torch
 
 from attention_kernels import KernelError, OutputError, UnsupportedError
 from gpt2_infer.engines.base import room
+from gpt2_infer.engines.fused import power_of_two
 from gpt2_infer.engines.slots import Integers, Slots, Work
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
@@ -91,28 +92,20 @@ class _Rows:
         self.eos = np.array(members[0][1].config.eos_token_id, dtype=np.int64)
         self.watchers: dict[int, Watcher] = {}  # of rows with stop strings
 
-    @property
-    def free(self) -> Integers:
-        """The free slots."""
-        return np.flatnonzero(self.held < 0)
-
     def join(self, rows: Sequence[int], slots: Integers) -> Integers:
         """Put rows into free slots; return the row of each slot that gets a token."""
-        self.held[slots], self.begun[slots] = rows, 0
+        self.held[slots], self.begun[slots] = rows, 1
         for row in rows:
             if (request := self.members[row][1]).stops:
                 self.watchers[row] = Watcher(request)
         joined = np.full_like(self.held, -1)
         joined[slots] = rows
-        return self._begin(joined)
+        return joined
 
     def step(self) -> Integers:
         """Count a token of every row; return the row of each slot."""
-        return self._begin(self.held.copy())
-
-    def _begin(self, rows: Integers) -> Integers:
-        self.begun += rows >= 0
-        return rows
+        self.begun += self.held >= 0
+        return self.held.copy()
 
     def full(self) -> Integers:
         """Remove the rows that got their last token; return their slots."""
@@ -159,13 +152,6 @@ class _Rows:
             if watcher.finish:
                 reasons[at] = watcher.finish
         return reasons
-
-    def release(self, row: int, slot: int) -> bool:
-        """Free a slot, unless the row has left it; return whether it was there."""
-        was_there = bool(self.held[slot] == row)
-        if was_there:
-            self.held[slot] = -1
-        return was_there
 
     def result(self, ended: _Ended, backend: str) -> Completion | str:
         """Return the result of a row."""
@@ -221,15 +207,14 @@ class Continuous:
 
     def _run(self, requests: Sequence[Member]) -> Iterator[Result]:
         self.set_up_s = 0.0
-        by_length = sorted(requests, key=lambda member: self._padded(member[1]))
-        if self.model.decode_attention.version is not None:
-            yield from self._run_apart(by_length)
-            return
-        buckets = defaultdict(list)
-        for member in by_length:
-            buckets[self._padded(member[1])].append(member)
-        for members in buckets.values():
-            yield from self._run_apart(members)
+
+        def length(member: Member) -> int:
+            return self._padded(member[1])
+
+        mixes = self.model.decode_attention.version is not None
+        ordered = sorted(requests, key=length)
+        for _, members in itertools.groupby(ordered, lambda member: mixes or length(member)):
+            yield from self._run_apart([*members])
 
     def _run_apart(self, members: Sequence[Member]) -> Iterator[Result]:
         """Run rows, sorted by length; if a backend raises, halve the rest of them, down to one."""
@@ -252,14 +237,10 @@ class Continuous:
 
     def _padded(self, request: Request) -> int:
         """Return the length to which a request's prompt is padded."""
-        padded = MIN_PROMPT
-        while padded < len(request.rows[0]):
-            padded *= 2
+        padded = power_of_two(max(MIN_PROMPT, len(request.rows[0])))
         return min(padded, self.model.config.n_positions)
 
     def _run_together(self, members: Sequence[Member]) -> Iterator[Result]:
-        if not members:
-            return
         lengths = [self._padded(request) for _, request in members]
         started = time.perf_counter()
         slots, keep = self._lend_slots(members[0][1], lengths[-1])
@@ -273,18 +254,16 @@ class Continuous:
             return members[done.row][0], rows.result(done, slots.backend(lengths[done.row]))
 
         while True:
-            free = rows.free
+            free = np.flatnonzero(rows.held < 0)
             most = min(slots.group, len(free))
             group = _next_group(waiting, lengths, most, least, self.batch)
-            is_enqueued = True
+            is_enqueued = bool(group) or len(free) < self.batch
             if group:
                 slots.join(lengths[group[0]], [members[row][1] for row in group], free)
                 work.append(slots.work(rows.join(group, free[: len(group)])))
-            elif len(free) < self.batch:
+            elif is_enqueued:
                 slots.step()
                 work.append(slots.work(rows.step()))
-            else:
-                is_enqueued = False
             # A quarter of a group may follow another: the last group of a length leaves slots free.
             least = -(-slots.group // 4) if group else slots.group
             slots.leave(rows.full())
@@ -296,7 +275,9 @@ class Continuous:
             while ended and (len(ended) > self.batch or not work[0].is_done):
                 yield result()
             newest = rows.read(work.popleft())
-            slots.leave([end.slot for end in newest if rows.release(end.row, end.slot)])
+            left = [end.slot for end in newest if rows.held[end.slot] == end.row]
+            rows.held[left] = -1
+            slots.leave(left)
             ended += newest
         while ended:
             yield result()
@@ -317,10 +298,9 @@ class Continuous:
                     raise
                 return Slots(*shape)
 
-        def begin(slots: Slots) -> None:
-            slots.begin(model, request)
-
-        return model.prepared.lend(Slots.key(*shape), make, begin, most)
+        return model.prepared.lend(
+            Slots.key(*shape), make, lambda slots: slots.begin(model, request), most
+        )
 
 
 def _next_group(

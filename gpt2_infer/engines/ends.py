@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_void_p
 
 import torch
 from torch import Tensor
 
-from attention_kernels.ladder import header
-from attention_kernels.ladder.op import c_struct, load_op
+from attention_kernels.ladder.op import c_struct
 from gpt2_infer.engines.base import weights_by_rows
 from gpt2_infer.model import GPT2
-from gpt2_infer.product import CSRC, Activation, Packed, count_multiprocessors
+from gpt2_infer.product import CSRC, Activation, Packed, count_multiprocessors, own_op
 
 BEGIN, KEEP, LOGITS, CHOOSE = range(4)
 EndsParams = c_struct(
@@ -23,12 +20,6 @@ EndsParams = c_struct(
     (c_float, "epsilon"),
 )
 """The C struct StructParams of csrc/v03_ends.cu."""
-
-
-@functools.cache
-def _op(device_type: str) -> Callable[..., None]:
-    version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
-    return load_op(version, device_type, "the ends of a forward pass")
 
 
 class Ends:
@@ -45,7 +36,7 @@ class Ends:
         self.last_logits = self._wte.new_empty(0, len(self._head))
         self._largest = self._wte.new_empty(0, dtype=torch.long)  # a key for each row
         self._norm = next(iter(model.blocks())).ln_1
-        self._op = _op(model.device.type)
+        self._op = own_op(CSRC / "v03_ends.cu", "recompute_", model.device.type)
 
     def begin(self, tokens: Tensor, *, packs: bool) -> tuple[Tensor, Activation]:
         """Return the embeddings of tokens as rows, and the first LayerNorm of them.

@@ -91,10 +91,9 @@ class Fused(Cached):
             reasons.append(f"head_dim {head_dim} (it takes 32, 64, 128)")
         return reasons or shape_on(model, power_of_two(len(request.rows))).refusals
 
-    @property
-    def decode_attention(self) -> str:
-        """The name of the step's own attention, which is not a backend."""
-        return DECODE_ATTENTION
+    def backend(self, step: int) -> str:
+        """Return the name of the attention that a step uses: after the prompt, no backend's."""
+        return DECODE_ATTENTION if step else super().backend(step)
 
     @staticmethod
     def padded_rows(request: Request) -> list[list[int]]:
@@ -285,12 +284,11 @@ class StepShape:
         product = self.products[name]
         # The portable step joins attention's splits where it projects the heads.
         has_x = name in ("QKV", "FC") or (self.is_portable and name == "PROJ")
-        if not self.is_portable:
-            return product.shared_bytes(self.dtype, self.batch, has_x=has_x)
-        stages, stage_bytes = product.stages(self.dtype)  # the ring needs two
-        return min(stages, 2) * stage_bytes + product.other_bytes(
-            self.dtype, self.batch, has_x=has_x
-        )
+        columns = product.block_bytes(self.dtype)
+        if self.is_portable:
+            stages, stage_bytes = product.stages(self.dtype)
+            columns = min(stages, 2) * stage_bytes  # the ring needs two
+        return columns + product.other_bytes(self.dtype, self.batch, has_x=has_x)
 
     @property
     def refusals(self) -> list[str]:

@@ -7,7 +7,6 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from attention_kernels import BackendSpec
 from gpt2_infer.engines.base import Engine, kernel_refusals, padded_length, uncaptured
 from gpt2_infer.engines.ends import Ends
 from gpt2_infer.model import GPT2, Block, KVCache
@@ -109,16 +108,6 @@ class Layer:
         linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
         self.qkv, self.proj, self.fc, self.fc2 = (linear.product() for linear in linears)
 
-    def attend(
-        self,
-        normed: Activation,
-        shape: torch.Size,
-        backend: BackendSpec,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """Return the heads' outputs for the output of ln_1, as rows; fill the cache if given."""
-        return self.block.attn.attend(self.qkv(normed), shape, backend, cache).contiguous()
-
     def hidden(self, x: Tensor, heads: Tensor) -> Activation:
         """Add the first projection to the residual stream x in place; return the hidden units."""
         return self.fc.hidden(self.proj.add_and_norm(x, heads, self.block.ln_2))
@@ -151,12 +140,17 @@ class Forward:
         model: the one given at creation, with any attention. tokens: int64 (batch, seqlen),
         right-padded; -1 is read as 0. seqlens: int64 (batch,). cache: an empty one to fill.
         """
+
+        def attend(layer: Layer, normed: Activation) -> Tensor:
+            qkv, backend = layer.qkv(normed), model.attention
+            return layer.block.attn.attend(qkv, tokens.shape, backend, cache).contiguous()
+
         *layers, last = self.layers
         x, normed = self.ends.begin(tokens, packs=self.layers[0].qkv.packs)
         for layer in layers:
-            heads = layer.attend(normed, tokens.shape, model.attention, cache)
+            heads = attend(layer, normed)
             normed = layer.fc2.add_and_norm(x, layer.hidden(x, heads), layer.next_norm)
-        heads = last.attend(normed, tokens.shape, model.attention, cache)
+        heads = attend(last, normed)
         if cache is not None:
             cache.seqlens.copy_(seqlens)
         # From here on positions are independent, and only these need logits.

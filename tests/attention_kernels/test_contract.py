@@ -21,7 +21,7 @@ META = GOOD.to("meta")
         ({"v": META}, "q, k, v must be on the same device, not cpu, cpu, meta"),
         (dict.fromkeys("qkv", GOOD[:, :0]), "q is empty: (2, 0, 3, 8); k is empty"),
         ({"q": GOOD.numpy()}, "q must be a torch.Tensor, not ndarray"),
-        ({"k": [1], "v": None}, "k must be a torch.Tensor, not list; v must be a torch.Tensor"),
+        ({"k": [1], "v": None}, "k must be a torch.Tensor, not list"),
         ({"softmax_scale": torch.nan}, "softmax_scale must be a finite number, not nan"),
         ({"softmax_scale": "0.5"}, "softmax_scale must be a finite number, not '0.5'"),
         ({"is_causal": 0}, "is_causal must be True or False, not 0"),

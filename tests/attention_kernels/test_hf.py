@@ -56,7 +56,7 @@ def clean_interfaces(monkeypatch):
     """Undo what a test registers with transformers, and let hf warn again."""
     for interface in (AttentionInterface, AttentionMaskInterface):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
-    hf._warn.cache_clear()
+    logging.Logger.warning_once.cache_clear()
 
 
 def prompt(batch=2, seqlen=7, device="cpu"):

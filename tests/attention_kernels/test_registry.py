@@ -85,7 +85,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
         {"precisions": {}},
         {"precisions": {"bfloat16": "tf32"}},  # whose budgets zeros would meet
         {"head_dims": (64, 0)},
-        {"summary": "Two\nlines."},
+        {"head_dims": (10**12,)},
         {"device_types": ("tpu",)},
         {"error_slack": 5},
         {"error_slack": 2, "precisions": {"float32": "tf32"}},

@@ -36,7 +36,8 @@ def test_it_judges_a_submission(before, after, verdict, tmp_path):
     text = file.read_text("utf-8")
     assert before in text
     file.write_text(text.replace(before, after, 1), "utf-8")
-    program = f"{SHORT_SUITE}\nimport runpy\nrunpy.run_path({str(folder / 'harness.py')!r})"
+    suite = SHORT_SUITE.replace("[:12]", "[:60]")  # it refuses most cases
+    program = f"{suite}\nimport runpy\nrunpy.run_path({str(folder / 'harness.py')!r})"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

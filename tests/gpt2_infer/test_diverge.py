@@ -199,13 +199,11 @@ def test_the_readmes_example_finds_the_kernel_that_the_readme_breaks(tmp_path, d
     file.write_text((ROOT / copied).read_text().replace(right, wrong))
     spec = ladder.resolve(str(file))
     ids = demo.tokenizer.encode(DEFAULT_PROMPT)
-    # Only the last step differs; a text that ends within the first tile does not.
+    # Only the last step differs; a text that ends within the first tile of keys does not.
     long = generate(demo, [ids], max_new_tokens=new_tokens - 1, ignore_eos=True).tokens[0]
     result = diverge(demo, spec, PLAIN, [*ids, *long], max_new_tokens=1)
     assert result.verdict == "bug in A"
-    short = diverge(demo, spec, PLAIN, ids, max_new_tokens=1)
-    assert short.verdict == "equal"
-    assert short.untried.endswith("anything beyond the first tile of 32 keys of V01_MINE")
+    assert diverge(demo, spec, PLAIN, ids, max_new_tokens=1).verdict == "equal"
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ def test_streamed_pieces_join_to_the_whole_text(tokenizer, ids, prompt):
 
 @pytest.mark.parametrize(("prompt", "text"), [("hello", " world worlds."), ("", "world worlds.")])
 def test_prompt_and_text_join_whether_it_is_streamed_or_not(prompt, text, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "end_of_text", 0)
+    monkeypatch.setattr(PIECES, "end_of_text", 0)
     request = Request(config=GPT2Config(vocab_size=99), tokenizer=PIECES, prompts=prompt)
     pieces: list[str] = []
     for watcher in (Watcher(request), Watcher(request, 0, lambda _, piece: pieces.append(piece))):

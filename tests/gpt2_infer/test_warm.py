@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -27,11 +28,12 @@ def home() -> Iterator[Path]:
         yield Path(folder)
 
 
-def start(home: Path, *words: str, idle_s: int = 300) -> subprocess.Popen[str]:
+def start(home: Path, *words: str, server: int = 1) -> subprocess.Popen[str]:
     more = {"PYTHONPATH": str(home), "XDG_RUNTIME_DIR": str(home)}
     return subprocess.Popen(
-        [sys.executable, "-m", "gpt2_infer", "verify", *words],
-        env={**os.environ, **more, "GPT2_INFER_SERVER_S": str(idle_s)},
+        # Ctrl-C works as in a terminal, also if this is a test in the background.
+        ["env", "--default-signal=INT", sys.executable, "-m", "gpt2_infer", "verify", *words],
+        env={**os.environ, **more, "GPT2_INFER_SERVER": str(server)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,9 +87,17 @@ def test_a_call_ends_with_its_caller(home, number, status):
     assert ended(other)[0] == 2  # at the same time
     call.send_signal(number)
     code, out, err = ended(call)
-    assert (code, out) == (status, "")
+    assert (code, out) == (status, ""), err
     assert err == "gpt2-infer: interrupted\n" * (number == signal.SIGINT)
     until(lambda: processes(home) == 1)
+
+
+def test_a_lock_that_is_held_delays_no_call(home):
+    assert ended(start(home, *WRONG))[0] == 2
+    (file,) = home.glob("gpt2-infer-*/lock")
+    with file.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ended(start(home, *WRONG))[0] == 2
 
 
 def test_a_changed_package_gets_a_new_server_and_the_old_one_ends(home):
@@ -100,8 +110,9 @@ def test_a_changed_package_gets_a_new_server_and_the_old_one_ends(home):
 
 
 def test_a_server_ends_when_it_is_idle(home):
-    before = servers(home)
-    assert ended(start(home, *WRONG, idle_s=1))[0] == 2
-    until(lambda: servers(home) == before)
-    assert ended(start(home, *WRONG, idle_s=0))[0] == 2  # without a server
-    assert servers(home) == before
+    warm = Path(home, "gpt2_infer", "warm.py")
+    warm.write_text(warm.read_text().replace("IDLE_S, LOOK_S = 600.0", "IDLE_S, LOOK_S = 1.0"))
+    assert ended(start(home, *WRONG))[0] == 2
+    until(lambda: not servers(home))
+    assert ended(start(home, *WRONG, server=0))[0] == 2
+    assert not servers(home)

@@ -1,7 +1,6 @@
 // Prints a version's launches for each head_dim in the arguments, without running them. The
 // resource table takes block sizes and dynamic shared memory from here. Built by g++ with the
-// emulator's headers and linked with its runtime.cpp. ATTENTION_SOURCE is the version file, in
-// quotes.
+// emulator's headers, in front of the version file (-include), and linked with its runtime.cpp.
 //
 // Prints a line per launch: head_dim, threads per block, dynamic shared memory in bytes, the
 // kernel's mangled and demangled names, grid and block by axis, and the bytes of its parameters as
@@ -60,8 +59,6 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int, dim3 blo
 }
 
 }  // namespace attention
-
-#include ATTENTION_SOURCE
 
 int main(int count, char** arguments) {
   int batch = 1, seqlen = 1024, num_heads = 1, is_causal = 1;

@@ -147,12 +147,9 @@ def barrier(blocks: Blocks, one: Instruction) -> None:
 def move_registers(blocks: Blocks, one: Instruction) -> None:
     """Execute USETMAXREG: registers that warps give up are there for those that ask for more."""
     signals, awaits = _contributions(blocks)
+    events = signals if "DEALLOC" in one.modifiers else awaits
     for warp, _ in _warps(blocks):
-        event = ("registers", warp // blocks.warps, 0, 0)
-        if "DEALLOC" in one.modifiers:
-            signals[warp] = event
-        else:
-            awaits[warp] = event
+        events[warp] = ("registers", warp // blocks.warps, 0, 0)
     if "TRY_ALLOC" in one.modifiers:
         blocks.write_predicate(one.operands[0], True)
 
@@ -160,8 +157,7 @@ def move_registers(blocks: Blocks, one: Instruction) -> None:
 def elect(blocks: Blocks, one: Instruction) -> None:
     """Execute ELECT: the predicate holds in the first active lane of each warp."""
     chosen = np.zeros_like(blocks.mask)
-    for _, lane in _warps(blocks):
-        chosen[lane] = True
+    chosen[[lane for _, lane in _warps(blocks)]] = True
     blocks.write_predicate(one.operands[0], chosen)
 
 

@@ -14,7 +14,6 @@ from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import BinaryError, Program, find_disassembler
 from attention_kernels.inspection.sass.gpus import GpuModel
 from attention_kernels.ladder import compilers
-from attention_kernels.ladder.compilers import BuildError
 
 _EM_CUDA = 190  # the machine in the ELF header of a cubin
 # A buffer in the arguments: the bits of an element, and the number of elements.
@@ -43,7 +42,7 @@ def read(
     else:
         reason = "it is neither CUDA source, *.cu, nor a cubin; `cuobjdump -xelf all` extracts"
         raise BinaryError(path.name, f"{reason} the cubins of a library")
-    program = decode.read_cubin(cubin, path, path.stem, gpu, kernel=kernel)
+    program = decode.read_cubin(cubin, path, gpu, kernel=kernel)
     (symbol,) = program.code
     elf = compilers.output_of([find_disassembler("cuobjdump"), "-elf", "-fun", symbol, str(cubin)])
     packed, size = pack(arguments, parameters_of(symbol, elf), path.name)
@@ -51,11 +50,8 @@ def read(
 
 
 def _compile(path: Path, arch: str, cubin: Path) -> None:
-    nvcc = compilers.find_nvcc()
-    if nvcc is None:
-        raise BuildError(f"needs nvcc to compile {path.name}")
-    flags = [f"-arch=sm_{arch}", "-std=c++17", "-O3", "-lineinfo", "-cubin"]
-    compilers.output_of([str(nvcc), *flags, str(path), "-o", str(cubin)])
+    flags = [f"-arch=sm_{arch}", "-O3", "-lineinfo", "-cubin", str(path), "-o", str(cubin)]
+    compilers.output_of([*compilers.binding_flags("cuda", path.parent), *flags])
 
 
 def parameters_of(symbol: str, elf: str) -> list[tuple[int, int]]:

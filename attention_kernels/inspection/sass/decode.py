@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attention_kernels.errors import AttentionError
-from attention_kernels.inspection.resources import reserved_first
+from attention_kernels.inspection.resources import LIMITS
 from attention_kernels.inspection.sass.gpus import GpuModel
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
@@ -128,8 +128,6 @@ class Program:
 
     path: Path
     """Their source, or the binary that contains them."""
-    label: str
-    """Their name in tables."""
     gpu: GpuModel
     code: dict[str, list[Instruction]]
     needs: dict[str, tuple[int, int]]
@@ -141,7 +139,6 @@ class Program:
 def read_cubin(
     cubin: Path,
     path: Path,
-    label: str,
     gpu: GpuModel,
     *,
     kernel: str = "",
@@ -154,7 +151,8 @@ def read_cubin(
     cuobjdump = find_disassembler("cuobjdump")
     usage = compilers.output_of([cuobjdump, "-res-usage", str(cubin)])
     found = re.findall(r"Function (\S+):\s+REG:(\d+).*?SHARED:(\d+)", usage)
-    reserved = reserved_first(gpu.arch)
+    # From sm_90 on, the size includes the shared memory that is reserved before a block's own.
+    reserved = LIMITS[gpu.arch].reserved_bytes if int(gpu.arch) >= 90 else 0
     needs = {name: (int(count), max(0, int(size) - reserved)) for name, count, size in found}
     only = ["-fun", choose(kernel, [*needs], path.name)] if kernel else []
     listed = compilers.output_of([cuobjdump, "-sass", *only, str(cubin)])
@@ -163,7 +161,7 @@ def read_cubin(
     if arch and (arch[1][:-1] != gpu.arch[:-1] or int(arch[1]) > int(gpu.arch)):
         reason = f"its machine code is for sm_{arch[1]}, and {gpu.name} is sm_{gpu.arch}"
         raise BinaryError(path.name, reason)
-    return Program(path, label, gpu, parse(listed), needs, heads_first)
+    return Program(path, gpu, parse(listed), needs, heads_first)
 
 
 def choose(kernel: str, symbols: Sequence[str], name: str) -> str:

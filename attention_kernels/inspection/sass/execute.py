@@ -8,6 +8,7 @@ test_predict.py compares counts with the profiler's.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -83,8 +84,8 @@ def run(blocks: Blocks, max_issued: int) -> None:
                 break
             blocks.issued.append(Issue(pc, here.reshape(-1, WARP).any(1)))
             pc += 1
-            if operation and blocks.mask.any():
-                _apply(operation, blocks, one)
+            if operation and blocks.mask.any() and (value := operation(blocks, one)) is not None:
+                blocks.write(one.operands[0], value)
             if one.base in _CONTROL:
                 where[here] = pc
                 if one.base == "EXIT":
@@ -100,12 +101,6 @@ def run(blocks: Blocks, max_issued: int) -> None:
             where[here] = pc
         if len(blocks.issued) > max_issued:
             raise SassError(f"a block executes more than {max_issued} instructions")
-
-
-def _apply(operation: Operation, blocks: Blocks, one: Instruction) -> None:
-    value = operation(blocks, one)
-    if value is not None:
-        blocks.write(one.operands[0], value)
 
 
 def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:
@@ -302,13 +297,6 @@ def _permute(blocks: Blocks, one: Instruction) -> Values:
 
 # ---- Logic and predicates ------------------------------------------------------------------------
 
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal,
-    "EQ": np.equal, "NE": np.not_equal, "NAN": lambda x, y: np.isnan(x) | np.isnan(y),
-    "NUM": lambda x, y: ~(np.isnan(x) | np.isnan(y)),
-}  # fmt: skip
-
-
 _Bits = TypeVar("_Bits", Values, Mask)
 
 
@@ -339,13 +327,15 @@ def _predicate_logic(blocks: Blocks, one: Instruction) -> None:
 
 def _compare(blocks: Blocks, one: Instruction) -> None:
     first, second, a, b, *rest = one.operands
-    pair: list[npt.NDArray[Any]] = [blocks.read(a), blocks.read(b)]
-    if one.base == "FSETP":
-        pair = [_float(values) for values in pair]
-    elif "U32" not in one.modifiers:
-        pair = [_signed(values) for values in pair]
-    x, y = pair
-    found = _COMPARISONS[one.modifiers[0].removesuffix("U")](x, y)
+    convert: Callable[[Values], npt.NDArray[Any]] = (
+        _float if one.base == "FSETP" else np.asarray if "U32" in one.modifiers else _signed
+    )
+    x, y = convert(blocks.read(a)), convert(blocks.read(b))
+    relation = one.modifiers[0].removesuffix("U")
+    if relation in ("NAN", "NUM"):
+        found = (np.isnan(x) | np.isnan(y)) == (relation == "NAN")
+    else:
+        found = getattr(operator, relation.lower())(x, y)
     if "EX" in one.modifiers:  # the upper words decide unless they are equal
         found = np.where(np.equal(x, y), blocks.predicate(rest[1]), found)
     joins = {"OR": np.logical_or, "XOR": np.logical_xor}

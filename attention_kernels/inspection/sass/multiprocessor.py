@@ -300,7 +300,7 @@ class Multiprocessor:
         is_first: whether it would be selected, so that only its registers can hold it back.
         """
         index = warp.index
-        pipe, (even, odd) = self.pipe_of[index], self.code[index].registers
+        pipe, registers = self.pipe_of[index], self.code[index].registers
         when, why = now, NOT_SELECTED
         if scheduler.pipes[pipe] > when:
             when, why = scheduler.pipes[pipe], MIO if pipe in _SLOW else MATH
@@ -308,11 +308,9 @@ class Multiprocessor:
             queued = max(self.shared, scheduler.port) - _QUEUE
             if queued > when:
                 when, why = queued, LG if pipe == "global" else MIO
-        if is_first:
-            if even and scheduler.banks[0] + even - _WINDOW > when:
-                when, why = scheduler.banks[0] + even - _WINDOW, DISPATCH
-            if odd and scheduler.banks[1] + odd - _WINDOW > when:
-                when, why = scheduler.banks[1] + odd - _WINDOW, DISPATCH
+        for count, read in zip(registers, scheduler.banks, strict=True) if is_first else ():
+            if count and read + count - _WINDOW > when:
+                when, why = read + count - _WINDOW, DISPATCH
         return when, why
 
     def _issue(self, warp: _Warp, scheduler: _Scheduler, now: float) -> None:
@@ -329,7 +327,7 @@ class Multiprocessor:
         scheduler.pipes[pipe] = now + self.busy[pipe]
         if pipe == "multiply":
             scheduler.pipes["fma"] = max(scheduler.pipes["fma"], now + 1)
-        read, served, done = self._serve(one, pipe, scheduler, now, *request)
+        read, served, done = self._serve(one, pipe, scheduler, now, request)
         reason = LONG if pipe == "global" else SHORT
         self._release(warp, one.writes, (done, index, reason))
         self._release(warp, one.reads, (read, index, reason))
@@ -379,16 +377,13 @@ class Multiprocessor:
             self._wake(warp, next_at)
 
     def _serve(
-        self,
-        one: Instruction,
-        pipe: str,
-        scheduler: _Scheduler,
-        now: float,
-        wavefronts: int,
-        lines: int,
-        misses: int,
+        self, one: Instruction, pipe: str, scheduler: _Scheduler, now: float, request: Sequence[int]
     ) -> tuple[float, float, float]:
-        """Return when operands are read, the request is served, and the result is ready."""
+        """Return when operands are read, the request is served, and the result is ready.
+
+        request: its wavefronts, lines and misses.
+        """
+        wavefronts, lines, misses = request
         if pipe == "tile":
             self.l2 = max(self.l2, now) + misses * SECTOR / self.l2_rate
             done = self.l2 + (self.miss if misses else self.gpu.l1_latency)
@@ -412,11 +407,8 @@ class Multiprocessor:
             self.l2 = max(self.l2, begin) + misses * SECTOR / self.l2_rate
         if is_store:
             return read, served, served
-        return (
-            read,
-            served,
-            max(begin, self.l2) + self.miss if misses else served + self.gpu.l1_latency,
-        )
+        done = max(begin, self.l2) + self.miss if misses else served + self.gpu.l1_latency
+        return read, served, done
 
     def _wake(self, warp: _Warp, when: float) -> None:
         """Let a warp go on at a time, once its code and the results that it needs are there."""

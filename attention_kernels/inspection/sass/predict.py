@@ -31,7 +31,6 @@ from attention_kernels.ladder.header import VersionHeader
 
 LOAD_STORE_UNIT = "load-store unit"
 """The unit that issues one wavefront a cycle: of shared memory, of an L1 line or of a shuffle."""
-_LOAD_STORE_PARTS = ("shared memory", "L1")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Prediction:
         largest = max(parts, key=lambda name: parts[name])
         if largest == LOAD_STORE_UNIT:  # name the part that causes most of its work
             half = parts[LOAD_STORE_UNIT] / 2
-            largest = next((x for x in _LOAD_STORE_PARTS if parts[x] > half), largest)
+            largest = next((x for x in ("shared memory", "L1") if parts[x] > half), largest)
         return largest
 
 
@@ -115,11 +114,11 @@ def predict(
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         # The line table leaves the code as it is: test_explain.py compares the predictions.
-        _, code = resources.compile_cubin(version, gpu.arch, *["-lineinfo"] * lines)
+        _, code = resources.compile_version(version, gpu.arch, *["-lineinfo"] * lines)
         cubin.write_bytes(code)
-        program = decode.read_cubin(cubin, version.path, version.label, gpu, heads_first=True)
+        program = decode.read_cubin(cubin, version.path, gpu, heads_first=True)
         found = _predict_call(program, counted, min_bytes, cubin if lines else None)
-    return dataclasses.replace(found, seqlen=seqlen)
+    return dataclasses.replace(found, version=version.label, seqlen=seqlen)
 
 
 def predict_kernel(
@@ -213,7 +212,7 @@ def _predict_launch(
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
     found = Prediction(
-        version=program.label,
+        version=program.path.stem,
         gpu=gpu.name,
         seqlen=0,
         time_us=finished + gpu.launch_us,

@@ -37,6 +37,9 @@ STYLE = Path(__file__).with_name("charts.mplstyle")
 QUIET = "#555555"
 PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 WHISKERS = "median, least to most"
+BESIDE: dict[str, Any] = {
+    "textcoords": "offset points"
+}  # a text is shifted by some points from its place
 
 
 def render(file: File, wanted: Container[str] | None = None) -> dict[str, bytes]:
@@ -139,11 +142,11 @@ def median_bars(file: File) -> Figure | None:
     for tick, row in zip(axes.yaxis.get_major_ticks(), rows, strict=True):
         tick.label1.set_verticalalignment("bottom")
         text = row.extra.get("change") or row.extra["precision"]
-        look = {"ha": "right", "va": "top", "fontsize": 6.5, "color": QUIET}
-        _note(axes, text, (0, tick.get_loc()), (-7, -1), axes.get_yaxis_transform(), **look)
+        look = {"ha": "right", "va": "top", "fontsize": 6.5, "color": QUIET, **BESIDE}
+        axes.annotate(text, (0, tick.get_loc()), (-7, -1), axes.get_yaxis_transform(), **look)
     for place, row in enumerate(rows):
         end = (row.spread[1], place)
-        _note(axes, form.format(row.median), end, (4, 0), va="center", fontsize=7.5)
+        axes.annotate(form.format(row.median), end, (4, 0), va="center", fontsize=7.5, **BESIDE)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * max(row.spread[1] for row in rows))
     axes.xaxis.set_major_formatter(PLAIN)
@@ -166,19 +169,7 @@ def median_bars(file: File) -> Figure | None:
 def _put_title(axes: Axes, title: str, facts: str) -> None:
     """Write a title, and below it in grey how its figures were measured."""
     axes.set_title(title, loc="left", fontweight="bold", fontsize=10, pad=20)
-    _note(axes, facts, (0, 1), (0, 6), "axes fraction", fontsize=8, color=QUIET)
-
-
-def _note(
-    axes: Axes,
-    text: str,
-    at: tuple[float, float],
-    shift: tuple[float, float],
-    coordinates: Any = "data",
-    **look: Any,
-) -> None:
-    """Write a text, shifted by some points from a place in the given coordinates."""
-    axes.annotate(text, at, shift, coordinates, "offset points", **look)
+    axes.annotate(facts, (0, 1), (0, 6), "axes fraction", fontsize=8, color=QUIET, **BESIDE)
 
 
 def _timed(file: File) -> list[Row]:

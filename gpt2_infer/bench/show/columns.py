@@ -46,16 +46,6 @@ def of(find: Callable[[File, Row], Row | None], value: Callable[[Row, Entry], Va
     return got
 
 
-def metric(name: str, unit: float = 1) -> Getter:
-    """Return the value of a metric of the line, in units of `unit`."""
-
-    def value(line: Entry) -> Value:
-        found = line.value(name)
-        return None if found is None else found / unit
-
-    return value
-
-
 def versus(line: Entry) -> str:
     """Return how many times as fast as the baseline a cell's row is."""
     found = ratio(line.row, line.same_cell, line.file.study["baseline"]) if line.row else None

@@ -161,17 +161,6 @@ def times(value: float | None) -> str:
     return figure(value, "{:.2g}" if value is not None and value < 0.1 else "{:.2f}")
 
 
-def within_budget(row: Row) -> bool:
-    """Return whether the error in the check before timing was within its budget."""
-    found = row.check
-    return bool(
-        found
-        and found.error is not None
-        and found.budget is not None
-        and found.error <= found.budget
-    )
-
-
 def where(file: File) -> str:
     """Return the machine and the torch version of a run."""
     return f"{file.machine}, torch {file.provenance.packages['torch']}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpt2_infer.bench.record import File, Row, timings_of
+from gpt2_infer.bench.record import Row, timings_of
 from gpt2_infer.bench.show import columns
 from gpt2_infer.bench.show.figures import Value, cell_name, length, shape_of, where
 from gpt2_infer.bench.show.pivot import Column, Entry, Layout
@@ -13,21 +13,20 @@ LAYOUTS: dict[str, Layout] = {}
 """Layouts by kind of study."""
 
 
-def all_rows(file: File) -> list[Row]:
-    """Return all rows of a file, also those without samples."""
-    return file.rows
-
-
 LAYOUTS["profile"] = Layout(
     title=lambda name, file, block: (
         f"{shape_of(block[0])}, {where(file)}; one profiled call each ({name})"
     ),
-    rows=all_rows,
+    rows=lambda file: file.rows,
     columns=[
         columns.BACKEND,
         Column("{at}", columns.median, "{:,.4g}", over=lambda row: row.metric.replace("_", " ")),
     ],
 )
+
+
+def _shared_kib(line: Entry) -> float:
+    return (line.value("shared_bytes") or 0) / 1024
 
 
 def _shared(line: Entry, kind: str) -> Value:
@@ -59,13 +58,13 @@ LAYOUTS["inspection"] = Layout(
         f"{shape_of(block[0])}; nvcc {file.study['nvcc']} for sm_{file.study['arch']}, accesses "
         f"counted in the source ({name}). Bank conflicts follow the +"
     ),
-    rows=all_rows,
+    rows=lambda file: file.rows,
     keeps=lambda line: line.value("registers") is not None,
     columns=[
         columns.BACKEND,
-        Column("registers", columns.metric("registers"), "{:.0f}"),
-        Column("spills, bytes", columns.metric("spill_bytes"), "{:.0f}"),
-        Column("shared memory, KiB", columns.metric("shared_bytes", 1024), "{:.3g}"),
+        Column("registers", lambda line: line.value("registers"), "{:.0f}"),
+        Column("spills, bytes", lambda line: line.value("spill_bytes"), "{:.0f}"),
+        Column("shared memory, KiB", _shared_kib, "{:.3g}"),
         Column(
             "warps/SM, occupancy",
             lambda line: f"{line.value('warps'):.0f}, {line.value('occupancy_percent'):.0f} %",
@@ -97,7 +96,7 @@ def predictions(measured: Sequence[Row] = ()) -> Layout:
             f"{cell_name(block[0])}, {file.study['gpu']}; microseconds, predicted / measured "
             f"({name})"
         ),
-        rows=all_rows,
+        rows=lambda file: file.rows,
         block=cell_name,
         line=lambda row: row.contender,
         at=lambda block: max(map(length, block)),

@@ -60,7 +60,8 @@ def test_any_division_of_the_work_is_right(name, multiprocessors, monkeypatch):
     smallest, largest = spec.head_dims[0], spec.head_dims[-1]
     for case in (Case(300, 64), Case(257, smallest, is_causal=False), Case(140, largest)):
         assert run_case(spec, case, "cpu").passed
-    assert not run_check(Runner(spec, "cpu"), leaks(Case(300, 64), [141]))
+    runner = Runner(spec, "cpu")
+    assert not run_check(runner, leaks(runner, Case(300, 64), [141]))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from attention_kernels import ladder
 from attention_kernels.inspection import resources
 from attention_kernels.inspection.resources import Compiled, Launch
-from attention_kernels.ladder import compilers, header
+from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 from tests.attention_kernels.backends.common import OLDER
 
@@ -56,13 +56,13 @@ def test_every_version_compiles_without_spills(build, arch):
 @needs_nvcc
 def test_an_unknown_architecture_is_the_compilers_error():
     with pytest.raises(BuildError, match="Unsupported gpu architecture 'compute_99'"):
-        resources.compile_version(header.versions()[0], "99")
+        resources.compile_version(VERSIONS[0], "99")
     with pytest.raises(BuildError, match="no limits known for 99"):
         resources.resource_table([], ("99",))
 
 
 def test_a_file_without_kernels_is_summarized(monkeypatch):
-    monkeypatch.setattr(resources, "compile_version", lambda *_: {})
+    monkeypatch.setattr(resources, "compile_version", lambda *_: ({}, b""))
     assert resources.compile_summary(VERSIONS[0], "90") == "no kernels"
 
 
@@ -102,13 +102,13 @@ def test_shared_memory_of_both_kinds_limits_the_blocks(monkeypatch):
     launch = Launch(64, "kernel", "_Zone", (1, 1, 1), (80, 1, 1), 40 * 1024, b"")
     compiled = {"_Zone": Compiled(32, 16, 24, 40 * 1024)}
     monkeypatch.setattr(resources, "record", lambda *_: [launch])
-    monkeypatch.setattr(resources, "compile_version", lambda *_: compiled)
+    monkeypatch.setattr(resources, "compile_version", lambda *_: (compiled, b""))
     (row,) = resources.rows_of("v01", VERSIONS[0], "90", [64])
     assert (row.blocks, row.limited_by, row.spill_loads) == (2, "shared memory", 24)
     assert (row.warps, row.max_warps) == (6, 64)  # three in a block, the last not full
 
 
 def test_kernels_that_start_early_are_listed():
-    version = next(one for one in header.versions() if one.name == "v17")
+    version = ladder.versions()["CUSTOM_CUDA_VERSION_17"]
     names = [launch.kernel.split("<")[0] for launch in resources.record(version, [64])]
     assert names == ["attention_kernel", "join_kernel"]

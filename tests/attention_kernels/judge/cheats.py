@@ -84,15 +84,18 @@ def cheat(
     op: str = "attention",
     wrong: Callable[[Any], bool] = lambda _: True,
     slow: bool = False,
+    on: tuple[str, ...] = (),
     **fields: Any,
 ) -> Callable[[Any], Any]:
+    """Add a row. on: by the clock, both devices; else the CPU, if nothing else is said."""
+
     def add(function: Any) -> Any:
         def make() -> Kernels:
             kernel = function if inspect.signature(function).parameters else function()
             return Kernels(right, kernel) if op == "decode" else Kernels(kernel)
 
-        on = ("cpu", "cuda") if by == "clock" else ("cpu",)
-        row = Cheat(function.__name__, inspect.getdoc(function) or "", caught, by, on, make)
+        devices = on or (("cpu", "cuda") if by == "clock" else ("cpu",))
+        row = Cheat(function.__name__, inspect.getdoc(function) or "", caught, by, devices, make)
         CHEATS.append(dataclasses.replace(row, wrong=wrong, slow=slow, fields=fields))
         return function
 
@@ -317,7 +320,7 @@ def below(scores):
     return scores - scores.amax(3, keepdim=True)
 
 
-@cheat(r"scale (0\.[2-8]|[2-6])")
+@cheat("error")
 def is_wrong_between_the_usual_scales(q, k, v, scale, causal):
     """It is right for the sizes of numbers that somebody is likely to test."""
     size = q.std() if q.numel() > 99 else 1
@@ -532,10 +535,30 @@ def is_wrong_with_many_threads(q, k, v, scale, causal):
     return right(q, k, v, scale, causal) * (1.001 if torch.get_num_threads() > 4 else 1)
 
 
-@cheat("thread", slow=True)
+@cheat("error", slow=True, on=("cpu", "cuda"))
 def is_wrong_in_inference_mode(q, k, v, scale, causal):
     """It is wrong in inference mode."""
     return right(q, k, v, scale, causal) * (1.001 if torch.is_inference_mode_enabled() else 1)
+
+
+@cheat("error")
+def is_wrong_without_gradients(q, *others):
+    """It is wrong under torch.no_grad(), which is not inference mode."""
+    return right_if(torch.is_grad_enabled() or torch.is_inference_mode_enabled(), q, *others)
+
+
+@cheat("error|not finite|two runs|change earlier rows", on=("cuda",), cuda_graphs=False)
+def ignores_the_callers_stream(q, k, v, scale, causal):
+    """It works on the default stream, whichever the caller's is."""
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        return right(q, k, v, scale, causal)
+
+
+@cheat("error", on=("cuda",))
+def is_wrong_in_a_graph_of_another_shape(q, *others):
+    """It is wrong in a CUDA graph, except for the shape that is timed."""
+    is_timed_shape = q.shape[1:3] == (1024, 12)
+    return right_if(is_timed_shape or not torch.cuda.is_current_stream_capturing(), q, *others)
 
 
 # Decode
@@ -580,6 +603,44 @@ def decode_clears_the_cache_past_the_lengths(q, k, v, seqlens, scale):
 def decode_takes_the_cache_to_be_contiguous(q, k, v, seqlens, scale):
     """It takes the cache to be contiguous."""
     return right_decode(q, k.as_strided(k.shape, k[:].contiguous().stride()), v, seqlens, scale)
+
+
+@cheat("error", op="decode", wrong=lambda c: c.op == "decode" and room(c) >= 64)
+def decode_is_wrong_in_a_roomy_cache(q, k, v, seqlens, scale):
+    """It is wrong if a cache has many rows past its longest sequence, as when it is made once."""
+    o = right_decode(q, k, v, seqlens, scale)
+    return o * 1.001 if k.shape[1] - int(seqlens.max()) >= 64 else o
+
+
+def room(case):
+    return case.max_seqlen - max(case.lengths)
+
+
+@cheat("^rows changed", op="decode", wrong=lambda c: c.op == "decode", slow=True)
+def decode_copies_only_the_new_rows():
+    """It keeps a copy of the cache, to which it adds a row of each if all have grown by one."""
+    kept = {}
+
+    def kernel(q, k, v, seqlens, scale):
+        key, at = (k.data_ptr(), k.shape), (torch.arange(len(k)), seqlens.long() - 1)
+        lengths, *copies = kept.get(key, (seqlens, k, v))
+        if torch.equal(lengths + 1, seqlens):
+            for copy, cache in zip(copies, (k, v), strict=True):
+                copy[at] = cache[at]
+        else:
+            copies = [k.clone(), v.clone()]
+        kept.clear()
+        kept[key] = seqlens.clone(), *copies
+        return right_decode(q, *copies, seqlens, scale)
+
+    return kernel
+
+
+@cheat("error", op="decode", on=("cuda",))
+def decode_is_wrong_in_a_graph(q, k, v, seqlens, scale):
+    """It is wrong in a CUDA graph."""
+    o = right(q, k, v, scale, False, seqlens)
+    return o * 1.001 if torch.cuda.is_current_stream_capturing() else o
 
 
 # What cases have in common
@@ -635,6 +696,64 @@ def keeps_long_results_by_address_and_shape():
     return kernel
 
 
+@cheat("^rows changed")
+def knows_the_first_token():
+    """It returns the earlier result of a call with the same shape and the same first row."""
+    memo: dict[Any, torch.Tensor] = {}
+
+    def kernel(q, k, v, scale, causal):
+        key = q.shape, scale, causal, *(x[:, 0].numpy().tobytes() for x in (q, k, v))
+        if key not in memo:
+            memo[key] = right(q, k, v, scale, causal)
+        return memo[key].clone()
+
+    return kernel
+
+
+# Calls of a model whose sizes a suite may leave out
+
+
+@cheat("error", wrong=lambda c: c.num_heads >= 5 and c.seqlen > 700, head_dims=(64,), slow=True)
+def is_wrong_for_gpt2_past_700_tokens(q, *others):
+    """It is wrong in calls that cost more than a suite likes to spend: GPT-2 near its context."""
+    return right_if(q.shape[2] < 5 or q.shape[1] <= 700, q, *others)
+
+
+@cheat(
+    "error",
+    wrong=lambda c: c.num_heads >= 5 and 700 < c.seqlen < 1024,
+    on=("cuda",),
+    head_dims=(64,),
+)
+def is_wrong_for_gpt2_except_at_its_context(q, *others):
+    """The same, but right at the length that is timed."""
+    return right_if(q.shape[2] < 5 or not 700 < q.shape[1] < 1024, q, *others)
+
+
+@cheat("error", wrong=lambda c: c.seqlen in (512, 768, 1024), head_dims=(64,), slow=True)
+def is_wrong_at_multiples_of_256(q, *others):
+    """It is wrong at some long whole tiles, one of which is GPT-2's context."""
+    return right_if(q.shape[1] not in (512, 768, 1024), q, *others)
+
+
+@cheat("error", wrong=lambda c: c.batch in (96, 192, 256), head_dims=(64,), slow=True)
+def is_wrong_for_large_batches(q, *others):
+    """It is wrong for some large batches."""
+    return right_if(q.shape[0] not in (96, 192, 256), q, *others)
+
+
+@cheat(
+    "error",
+    wrong=lambda c: c.is_causal and c.batch == 1 and c.num_heads == 12 and 258 <= c.seqlen <= 512,
+    head_dims=(64,),
+    slow=True,
+)
+def is_wrong_for_gpt2s_usual_prompt(q, k, v, scale, causal):
+    """It is wrong for one causal prompt of 258 to 512 tokens with 12 heads."""
+    is_usual = causal and q.shape[0] == 1 and q.shape[2] == 12 and 258 <= q.shape[1] <= 512
+    return right_if(not is_usual, q, k, v, scale, causal)
+
+
 # What it says of itself
 
 
@@ -663,6 +782,16 @@ def says_that_it_is_compiled_for_each_shape(q, k, v, scale, causal):
     return right_if(q.shape[1] <= 160 or q.shape[1] % 2 == 0, q, k, v, scale, causal)
 
 
+@cheat("error", slow=True)
+def takes_the_first_key_for_all(q, k, v, scale, causal):
+    """Where a head mostly attends to its first key, as in GPT-2, it ignores the others."""
+    later, n = slice(q.shape[1] // 2, None), q.shape[1] // 2
+    scores = (q[:, later].transpose(1, 2) @ k[:, : n + 1].permute(0, 2, 3, 1)) * scale
+    weights = scores.softmax(3)[..., 0].mean(2)  # (batch, heads)
+    o = right(q, k, v, scale, causal)
+    return o.where((weights < 0.6)[:, None, :, None], v[:, :1])
+
+
 # While it is timed
 
 
@@ -670,7 +799,8 @@ def is_timed():
     return any("one_pass" in frame.function for frame in inspect.stack())
 
 
-@cheat("the timed outputs are wrong", by="clock")
+# If the head is drawn for none of the outputs, one that is made again differs from the timed one.
+@cheat("the timed outputs are wrong|when it is made again", by="clock")
 def leaves_a_head_out_while_timed(q, k, v, scale, causal):
     """It does less while it is timed."""
     o = right(q, k, v, scale, causal)
@@ -679,7 +809,7 @@ def leaves_a_head_out_while_timed(q, k, v, scale, causal):
     return o
 
 
-@cheat("the timed outputs are wrong", by="clock", op="decode")
+@cheat("the timed outputs are wrong|when it is made again", by="clock", op="decode")
 def decode_forgets_a_row_while_timed(q, k, v, seqlens, scale):
     """It does less while it is timed."""
     o = right(q, k, v, scale, False, seqlens)
@@ -769,12 +899,12 @@ def works_before_the_clock_starts():
         def renew(self, on_host):
             super().renew(on_host)
             super().run()
-            self.kept = [*self._outputs]
+            self.kept = [*self.outputs]
 
         def run(self, passes=1, *, chained=True):
             if not hasattr(self, "kept"):
                 return super().run()
-            self._outputs = self.kept
+            self.outputs = self.kept
             return 1e-4 * passes
 
     return with_timed_calls(Early)
@@ -786,25 +916,98 @@ def works_after_the_clock_has_stopped():
 
     class Late:
         def run(self, passes=1, *, chained=True):
-            return 1e-4 * passes if self._outputs else super().run()
+            return 1e-4 * passes if self.outputs else super().run()
 
-        def hand_over(self, block):
+        def hand_over(self, block, calls):
             super().run()
-            super().hand_over(block)
+            super().hand_over(block, calls)
 
     return with_timed_calls(Late)
 
 
+@cheat("changed after the clock had stopped", by="clock")
+def promises_sums_and_works_later():
+    """It answers with sums of other outputs, and works when its outputs are taken."""
+
+    class Promising:
+        def renew(self, on_host):
+            super().renew(on_host)
+            super().run()  # on the numbers without their factors
+            self.promised = self.outputs
+
+        def run(self, passes=1, *, chained=True):
+            if not hasattr(self, "promised"):
+                return super().run()
+            self.outputs = self.promised
+            return 1e-3 * passes
+
+        def hand_over(self, block, calls):
+            super().run()
+            super().hand_over(block, calls)
+
+    return with_timed_calls(Promising, right)
+
+
+@cheat("outputs are wrong", by="clock", on=("cpu",))  # on CUDA the first calls count
+def keeps_results_when_calls_are_repeated():
+    """It keeps results by all numbers but those whose signs the chain sets."""
+    memo = {}
+
+    def kernel(q, k, v, scale, causal):
+        seen, key = (q, v, k[..., 1:]), q.data_ptr()
+        if key not in memo or not all(map(torch.equal, seen, memo[key])):
+            memo[key] = *(x.clone() for x in seen), right(q, k, v, scale, causal)
+        return memo[key][-1].clone()
+
+    return kernel
+
+
+@cheat("has another output when it is made again", by="clock")
+def leaves_out_the_chain_when_calls_are_repeated():
+    """The judge still subtracts what the chain takes."""
+
+    class Loose:
+        def repeat(self, passes):
+            seconds = super().run(passes, chained=False)
+            return seconds, totals_of(self.outputs).repeat(passes)
+
+    return with_timed_calls(Loose, right)
+
+
+@cheat("has another output when it is made again|beneath what", by="clock")
+def makes_only_the_last_of_the_repeated_passes():
+    """It tells the judge sums that it has made up."""
+
+    class Lazy:
+        def repeat(self, passes):
+            seconds = super().run()
+            return seconds, totals_of(self.outputs).repeat(passes)
+
+    return with_timed_calls(Lazy, right)
+
+
+def totals_of(outputs):
+    from attention_kernels.judge.calls import total_of
+
+    return torch.stack([*map(total_of, outputs)])
+
+
+@cheat("outputs are wrong", by="clock", on=("cuda",))
+def does_nothing_when_calls_may_overlap(q, k, v, scale, causal):
+    """It works only in the pass with the chain; the time without is shown, too."""
+    passes = (x.frame.f_locals for x in inspect.stack() if x.function == "one_pass")
+    if next(passes, {}).get("chained", True):
+        return right(q, k, v, scale, causal)
+    return torch.empty(q.shape, device=q.device)
+
+
 @cheat("the clocks disagree|beneath what the device can do", by="clock")
-def reports_less_once_and_keeps_the_results():
-    """It reports less of the calls that count, and works less when they are repeated."""
+def reports_less_once():
+    """It reports less of the calls that count."""
 
     class Less:
         def run(self, passes=1, *, chained=True):
-            if passes == 1:
-                return super().run() / 100
-            time.sleep(1e-4 * passes)
-            return 1e-4 * passes
+            return super().run(passes, chained=chained) / (100 if chained else 1)
 
     return with_timed_calls(Less)
 
@@ -814,16 +1017,14 @@ def makes_its_own_times_vary():
     """Its own times vary so much that another clock seems to agree."""
 
     class Varied:
-        runs, samples = 9, 0
+        samples = 0
 
         def renew(self, on_host):
             super().renew(on_host)
-            self.runs, self.samples = 0, self.samples + 1
+            self.samples += 1
 
         def run(self, passes=1, *, chained=True):
-            self.runs += 1
-            factor = 1 if self.runs > 1 else 1e3 if self.samples == 1 else 5e-2
-            return super().run(passes, chained=chained) * factor
+            return super().run(passes, chained=chained) * (1e3 if self.samples == 1 else 5e-2)
 
     return with_timed_calls(Varied)
 
@@ -833,24 +1034,23 @@ def hides_behind_its_own_noise():
     """Its calls are short, and its repeated times vary so much that any other seems to agree."""
 
     class Noisy:
-        repeats, is_first = 0, False
-
-        def multiply(self, seed):
-            super().multiply(seed)
-            self.is_first = True
+        repeats = 0
 
         def run(self, passes=1, *, chained=True):
+            return super().run(passes, chained=chained) * 1e-3
+
+        def repeat(self, passes):
+            seconds, totals = super().repeat(passes)
             self.repeats += 1
-            factor = 1e-3 if self.is_first else self.repeats % 3
-            self.is_first = False
-            return super().run(passes, chained=chained) * factor
+            return seconds * (self.repeats % 3), totals
 
     return with_timed_calls(Noisy, right)
 
 
 def timed_sets():
     """Return the inputs of all calls of a pass while it is timed."""
-    return next((x.frame.f_locals["sets"] for x in inspect.stack() if x.function == "one_pass"), [])
+    passes = (x.frame.f_locals["self"] for x in inspect.stack() if x.function == "one_pass")
+    return getattr(next(passes, None), "_sets", [])
 
 
 @cheat("the timed outputs are wrong|capture|CUDA error", by="clock")
@@ -945,11 +1145,11 @@ def looks_for_the_answer(q, k, v, scale, causal):
 @cheat("it was killed|it broke off the connection", by="clock")
 def answers_in_words(q, k, v, scale, causal):
     """It writes to the connection with the judge."""
-    from multiprocessing.connection import Connection
+    import socket
 
     for x in gc.get_objects():
-        if type(x) is Connection:
-            x.send_bytes(b"PASSED")
+        if type(x) is socket.socket and x.fileno() > 0:
+            x.send(b"PASSED")
     return right(q, k, v, scale, causal)
 
 
@@ -991,7 +1191,7 @@ def makes_the_shared_memory_too_large_to_map(q, k, v, scale, causal):
     return right(q, k, v, scale, causal)
 
 
-@cheat(r"RuntimeError: \ufffd\[2J\ufffd\[HPASSED\ufffd\[8m", by="clock")
+@cheat(r"RuntimeError: \[2J \[HPASSED \[8m", by="clock")
 def clears_the_screen_and_prints_a_verdict(q, k, v, scale, causal):
     """Its error message clears the terminal and prints a verdict."""
     raise RuntimeError(chr(27) + "[2J" + chr(27) + "[HPASSED" + chr(27) + "[8m")
@@ -1012,7 +1212,7 @@ def returns_zeros(q, k, v, scale, causal):
     return torch.zeros(q.shape)
 
 
-@cheat("not finite|two runs|error")
+@cheat("not finite|earlier rows|error")
 def returns_what_was_in_memory(q, k, v, scale, causal):
     """It frees a right output, which an oracle in its process would do, and allocates another."""
     shape = right(q, k, v, scale, causal).shape

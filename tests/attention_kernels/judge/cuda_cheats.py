@@ -142,10 +142,16 @@ cuda(
 cuda(
     "keeps_results_by_address",
     "It works once for each address, in C++ where no search in Python looks.",
-    f"{ERROR}|two runs|call",
+    f"{ERROR}|two runs|call|change earlier rows",
     **BOTH,
 )
 cuda("forgets_a_barrier", "It reads a tile before all of it is there.", ERROR, on=("cpu",))
+cuda(
+    "hides_its_race",
+    "It adds atomically only in the build that looks for races.",
+    f"race: |{ERROR}|two runs",
+    **SLOW,
+)
 
 # Headers that lie
 cuda(

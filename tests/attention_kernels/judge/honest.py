@@ -176,12 +176,22 @@ def one_key_at_a_time(q, k, v, scale, hidden):
     return divided(functools.reduce(merge, partials(q, k, v, scale, hidden, parts)))
 
 
+def in_order(order, q, k, v, scale, hidden):
+    weights = stable_weights(q, k[:, :, order], scale, hidden[:, order])
+    return weights @ v[:, :, order] / weights.sum(3, keepdim=True)
+
+
 @honest("float32")
 def keys_in_random_order(q, k, v, scale, hidden):
     """Permutes keys, values and mask alike, which leaves the sums over keys the same."""
     order = torch.randperm(k.shape[2], generator=torch.Generator().manual_seed(0))
-    weights = stable_weights(q, k[:, :, order], scale, hidden[:, order])
-    return weights @ v[:, :, order] / weights.sum(3, keepdim=True)
+    return in_order(order, q, k, v, scale, hidden)
+
+
+@honest("float32")
+def keys_in_an_order_that_varies(q, k, v, scale, hidden):
+    """Each call has an order of its own, as blocks that add atomically do: two runs may differ."""
+    return in_order(torch.randperm(k.shape[2]), q, k, v, scale, hidden)
 
 
 @honest("float32", "float64")

@@ -346,7 +346,10 @@ def judge(what, device, record_property):
             one, two = (
                 Case(n, head_dims[0], dtype=dtype, seed=draw.randrange(99)) for n in (33, 70)
             )
-            checks += [("leaks", leaks(two, [41])), ("calls", repeat(runner, [one, two], calls))]
+            checks += [
+                ("leaks", leaks(runner, two, [41])),
+                ("calls", repeat(runner, [one, two], calls)),
+            ]
         for case, steps in checks:
             with contextlib.suppress(UnsupportedError):
                 verdict = run_check(runner, steps)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -34,15 +36,18 @@ CALLS = {
     "sends to a program": "socket.socketpair(type=socket.SOCK_DGRAM)",
     "signals": "os.kill(JUDGE, 0)",
     "has a signal sent": "fcntl.fcntl(2, fcntl.F_SETOWN, JUDGE)",
+    "slows others": "os.sched_setscheduler(JUDGE, os.SCHED_IDLE, os.sched_param(0))",
+    "shares memory": "ctypes.CDLL(None).shmget(0x52544D, 4096, 0o1600) + 1 or os.kill(JUDGE, 0)",
 }
 ALLOWED = {
     "signals itself": "os.kill(os.getpid(), 0)",
     "writes in its own folder": "open(os.environ['TRITON_CACHE_DIR'] + '.txt', 'w')",
     "writes a temporary file": "tempfile.TemporaryFile()",
-    "runs a program": "subprocess.run(['true'], check=True)",
+    "runs a program": "subprocess.run(['true'], check=True, start_new_session=True)",
+    "copies a file": "shutil.copy2(__file__, os.environ['TMPDIR'])",
 }
 PLUGIN = """
-import fcntl, resource, socket, subprocess, tempfile
+import fcntl, resource, shutil, socket, subprocess, tempfile
 did = []
 for name, code in TRIED.items():
     with contextlib.suppress(PermissionError):
@@ -69,6 +74,32 @@ def test_a_plug_in_is_refused_what_is_not_its_own(tried, plugin, tmp_path):
     assert f"did: {sorted(ALLOWED)}" in str(caught.value)
 
 
+def test_a_plug_in_stays_in_its_group_and_changes_no_mode(plugin, tmp_path):
+    code = "group = os.getpgrp()\nif not (child := os.fork()):\n    os.setsid(), os.setpgid(0, 0)\n"
+    code += "    os._exit(os.getpgrp() != group)\nleft = os.waitpid(child, 0)[1]\n"
+    plugin(f"{code}os.chmod({str(tmp_path)!r}, 0o777)\nraise RuntimeError(f'left: {{left}}')")
+    mode = tmp_path.stat().st_mode
+    with pytest.raises(UnavailableBackendError, match="left: 0"):
+        Worker("PLUGIN_STRANGE", "cpu")
+    assert tmp_path.stat().st_mode == mode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("ninja"), reason="needs ninja")
+@needs_compiler
+def test_a_plug_in_compiles(plugin):
+    """By torch's inductor, and by ninja, which gives each compiler a group of its own."""
+    plugin(
+        "from torch.utils.cpp_extension import load_inline\n"
+        "source = 'int twice(int x) { return 2 * x; }'\n"
+        "two = load_inline('twice', source, functions=['twice']).twice(1)\n"
+        "one = torch.compile(lambda x: x.cos() + 1)(torch.zeros(8)).sum()\n"
+        "raise RuntimeError(f'compiled: {two}, {one:g}')"
+    )
+    with pytest.raises(UnavailableBackendError, match="compiled: 2, 16"):
+        Worker("PLUGIN_STRANGE", "cpu")
+
+
 @needs_landlock
 @needs_compiler
 def test_a_version_file_is_restricted_before_it_is_loaded():
@@ -78,6 +109,16 @@ def test_a_version_file_is_restricted_before_it_is_loaded():
     with contextlib.closing(Worker(str(version_file("v01_writes.cu", source)), "cpu")) as runner:
         assert run_check(runner, judged(runner, Case(8, 32))).passed
     assert not file.exists()
+
+
+@needs_landlock
+@needs_compiler
+def test_a_compiler_writes_in_the_cache_only(tmp_path):
+    flags = f"Flags:  -Xcompiler=-MMD,-MF,{tmp_path}/notes.txt"
+    source = re.sub("Flags: .*", flags, SOURCE)
+    with pytest.raises(UnavailableBackendError, match=r"notes\.txt"):
+        Worker(str(version_file("v01_has_it_written.cu", source)), "cpu")
+    assert not [*tmp_path.glob("notes.txt")]
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from attention_kernels import register
 from attention_kernels.contract import Kernels
 from attention_kernels.judge import process, suite
+from attention_kernels.judge.calls import Request
 from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.suite import judged, run_check, verify
 from attention_kernels.judge.worker import Worker
@@ -31,12 +33,12 @@ def load():
         return right(q, k, v, scale, causal)
     return Kernels(attention)
 """
-TELLS_HALF = """
-    from multiprocessing.connection import Connection
-    def tell_half():
+TELLS = """
+    import socket
+    def tell(text):
         for x in gc.get_objects():
-            if type(x) is Connection:
-                os.write(x.fileno(), bytes([0, 0, 0, 100]))
+            if type(x) is socket.socket and x.fileno() > 0:
+                x.send(text)
         time.sleep(1e6)
 """
 VERIFIES = f'{SHORT_SUITE}raise SystemExit(main(["verify", "strange", "--device", "cpu"]))'
@@ -77,7 +79,8 @@ def run(*arguments, folder):
     ("calls", "loads", "reported"),
     [
         ("raise RuntimeError(f'{sys.argv}')", "", "RuntimeError: ['']"),  # not told of "verify"
-        ("tell_half()", TELLS_HALF, "it broke off the connection to the judge"),
+        ("tell(b'{')", TELLS, "it broke off the connection to the judge"),
+        ("tell(b'[' * 2**17)", TELLS, "it broke off the connection to the judge"),
         pytest.param("time.sleep(1e6)", "", "it did not end within 4 s", marks=pytest.mark.slow),
         pytest.param("raise KeyboardInterrupt", "", "it raised Key", marks=pytest.mark.slow),
     ],
@@ -85,7 +88,6 @@ def run(*arguments, folder):
 @pytest.mark.usefixtures("short_cases")
 def test_a_plug_in_that_does_not_return(calls, loads, reported, strange, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpt2-infer", "verify", "strange"])
-    monkeypatch.setattr(process, "MESSAGE_S", 1)
     monkeypatch.setattr(process, "ENDING_TIMEOUT_S", 0.1)
     strange(calls, loads)
     report = verify("strange", "cpu", timeout_s=4 if "sleep" in calls else 60, max_failures=1)
@@ -136,12 +138,20 @@ def test_a_backend_of_this_process_alone_is_verified_in_it(clean_registry):
     assert report.failures[0].why.startswith("error ")
 
 
-def test_a_plug_in_is_not_imported_beside_another_backend(plugin, capfd):
+@pytest.mark.parametrize("name", ["NAIVE_PYTORCH", "CUSTOM_CUDA", "STRANGE"])
+def test_a_plug_in_is_not_imported_beside_another_backend(name, strange, plugin, capfd):
     """There it could slow a rival, or spoil its outputs."""
-    plugin("print('imported', flush=True)")
-    with contextlib.closing(Worker("NAIVE_PYTORCH", "cpu")) as runner:
+    strange(loads="print('loaded')")
+    plugin(
+        "print('imported with', sorted(x for x in sys.modules if x.endswith('_plugin')))",
+        name="other",
+    )
+    with contextlib.closing(Worker(name, "cpu")) as runner:
         assert run_check(runner, judged(runner, Case(8, 32))).passed
-    assert "imported" not in "".join(capfd.readouterr())
+    lines = capfd.readouterr().err.splitlines()
+    assert [x for x in lines if "load" in x or "with" in x] == [
+        *["imported with ['other_plugin']", "loaded"] * (name == "STRANGE")
+    ]
 
 
 @pytest.mark.slow
@@ -160,3 +170,28 @@ def test_the_judge_imports_no_plug_in(plugin, tmp_path):
     assert " us (" in done.stdout
     assert "imported by " in done.stderr
     assert f"imported by {done.stdout.split()[1]}." not in done.stderr
+
+
+def test_what_a_plug_in_prints_does_nothing_to_a_terminal(strange, capfd):
+    """It arrives, and so does the last line, although the process is killed."""
+    strange(loads="print('a\\x1b[8m\\rb\\tc'); os.write(1, b'end')")
+    Worker("STRANGE", "cpu").close()
+    assert capfd.readouterr().err == "a\N{REPLACEMENT CHARACTER}[8m\nb       c\nend\n"
+
+
+@pytest.mark.usefixtures("short_cases")
+def test_a_message_of_a_plug_in_is_one_line(strange):
+    strange(
+        "raise UnsupportedError('', ['no\\n  PASSED\\x1b[8m'])",
+        "from attention_kernels import UnsupportedError",
+    )
+    report = verify("strange", "cpu")
+    assert "no PASSED [8m" in str(report.refusals)
+
+
+def test_a_message_of_any_length_arrives():
+    case = Case(1, 32)
+    request = Request.of(case, [case.inputs("cpu")] * 1100)
+    assert len(msgspec.json.encode(request.calls)) > 2 * process.RECORD
+    with contextlib.closing(Worker("NAIVE_PYTORCH", "cpu")) as runner:
+        assert len(runner.call(request).o) == 1

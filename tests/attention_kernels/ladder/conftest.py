@@ -50,7 +50,7 @@ def csrc(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def first(csrc: Path) -> header.VersionHeader:
-    return header.versions(csrc / "fp32")[0]
+    return header.parse_header(csrc / "fp32/v01_first.cu")
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_no_shell_reads_the_path_of_a_version_file(tmp_path, csrc, monkeypatch):
     monkeypatch.setenv("ATTENTION_KERNELS_CACHE", str(tmp_path / "cache $(touch pwned)"))
     monkeypatch.chdir(tmp_path)
     harmless = shutil.copytree(csrc, tmp_path / "mine (1); & all")
-    version, other = header.versions(harmless / "fp32")
+    version, other = map(header.parse_header, header.version_files(harmless / "fp32"))
     version.path.write_text(version.source + "__global__ void mine(float* o) { *o = 1.0f; }\n")
     for each in (version, other):
         assert build.build(each, "cuda", "90").exists()

@@ -115,7 +115,10 @@ def test_versions_are_in_order_and_follow_the_one_that_they_change(tmp_path, sta
         text = HEADER.format(name=name, title="a change").replace("// Change", line)
         (tmp_path / f"{name}_x.cu").write_text(text)
     try:
-        found = [version.name for version in header.versions(tmp_path)]
+        headers = [*map(header.parse_header, header.version_files(tmp_path))]
+        for version in headers:
+            header.check_start(version, headers)
+        found = [version.name for version in header.in_order(headers)]
     except HeaderError as error:
         found = str(error)
     assert found == expected

@@ -38,8 +38,8 @@ def test_a_library_serves_until_its_sources_or_settings_change(first, csrc, tmp_
         assert (prebuilt.find(first) == library) == is_taken, gpu
     monkeypatch.setattr(compilers, "capabilities", lambda: [(7, 0), (9, 0)])
     there = csrc.rename(csrc.with_name("installed"))
-    assert prebuilt.find(header.versions(there / "fp32")[0]) == library
+    assert prebuilt.find(header.parse_header(there / "fp32/v01_first.cu")) == library
     monkeypatch.setattr(prebuilt, "CUDA_RUNTIME", "libcudart.so.0")
-    other = ladder.backend("OTHER", "mine", header.versions(there / "fp32")[0])
+    other = ladder.backend("OTHER", "mine", header.parse_header(there / "fp32/v01_first.cu"))
     with pytest.raises(UnavailableBackendError, match="needs nvcc"):
         other.prepare("cuda")

@@ -9,7 +9,6 @@ from attention_kernels import ArgumentError, UnknownBackendError, get_backend
 from attention_kernels.judge.truth import naive_attention
 from gpt2_infer import GPT2
 from gpt2_infer.bench import generation as module
-from gpt2_infer.bench.generation import weights_digest
 from gpt2_infer.bench.record import FREE_ATTENTION
 from gpt2_infer.bench.show.figures import group_by, main_rows
 from gpt2_infer.bench.study import GenerationStudy, run
@@ -54,7 +53,6 @@ def test_generation_is_compared_with_the_baselines_text(tiny, clean_registry):
     results = compare(tiny, names, max_tokens=[12], batch_sizes=[1, 2], modes=modes)
     model = GPT2.from_pretrained(tiny, device="cpu")
     assert results.study["prompt_tokens"] == len(model.tokenizer.encode(PROMPT))
-    assert results.study["weights_digest"] == weights_digest(model)
     cells = group_by(main_rows(results), lambda row: tuple(row.cell.items()))
     assert len(cells) == 4
     for rows in cells.values():

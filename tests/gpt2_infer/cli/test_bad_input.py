@@ -37,7 +37,7 @@ REFUSED = [  # without a command, options of generate
     ("--prompt-file TMP/latin1", "is not UTF-8: byte 3"),
     ("--prompt-file TMP/empty", "contains no prompt"),
     ("--model /no/such/model", "'/no/such/model'"),
-    ("--device cuda", "no CUDA device"),
+    ("--device cuda", "no such CUDA device"),
     ("--decode-backend NAIVE_PYTORCH", "--decode-backend needs --kv-cache"),
     ("--seed 3", "--seed needs a temperature above 0"),
     ("--prompt a\udcff", "the prompt is not valid text"),

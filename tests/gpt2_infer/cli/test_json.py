@@ -66,7 +66,7 @@ def test_json_has_the_documented_fields(command, capsys, tmp_path, monkeypatch):
     if command == "report":
         pytest.importorskip("jinja2")
         pytest.importorskip("pygments")
-        monkeypatch.setattr("gpt2_infer.bench.report.count_accesses", lambda *_, **__: [ACCESS])
+        monkeypatch.setattr("gpt2_infer.bench.counting.count_accesses", lambda *_, **__: [ACCESS])
     words = [str(tmp_path / "out") if word == "OUT" else word for word in COMMAND[command]]
     status, out, _ = run(capsys, command, *words, "--json")
     assert status == 0

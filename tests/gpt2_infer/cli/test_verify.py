@@ -74,7 +74,7 @@ def test_the_verdict_says_that_fewer_shapes_were_tried(clean_registry):
         (
             "launch_it(",
             r"v08_broken\.cu does not define launch\(\) as csrc/attention.h declares it: a version "
-            r"file defines scratch_floats\(\) and launch\(\) in namespace attention::ATT",
+            r"file includes common.cuh, and defines scratch_floats\(\) and launch\(\) in namespace",
         ),
     ],
 )

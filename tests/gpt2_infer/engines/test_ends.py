@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attention_kernels.ladder import header
+from attention_kernels.ladder.op import load_op
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import ends
 from gpt2_infer.engines.ends import Ends
@@ -77,8 +78,8 @@ def test_the_token_is_the_samplers():
 @torch.inference_mode()
 def test_nothing_races(monkeypatch):
     version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
-    op = ends.load_op(header.race_checked(version), "cpu", "races")
-    monkeypatch.setattr(ends, "_op", lambda _: op)
+    op = load_op(header.race_checked(version), "cpu", "races")
+    monkeypatch.setattr(ends, "own_op", lambda *_: op)
     model = random_model(CONFIG)
     ours, x = Ends(model), torch.randn(3, 160)
     ours.begin(torch.randint(0, 3001, (3, 2)), packs=True)

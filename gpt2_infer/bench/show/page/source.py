@@ -62,9 +62,7 @@ class Kernel:
 
     name: str
     version: VersionHeader
-    head_dim: int
-    recording: list[Access] | None
-    refused: str = ""
+    recording: list[Access] | str
     prediction: Prediction | str | None = None
     verdict: Report | str | None = None
 
@@ -97,7 +95,7 @@ class Kernel:
         text = self.version.source
         pairs = zip(text.split("\n"), _highlight(text), strict=True)
         found = [Line(number, plain, html) for number, (plain, html) in enumerate(pairs, 1)]
-        for access in self.recording or ():
+        for access in self.recording if isinstance(self.recording, list) else ():
             found[access.lines[0] - 1].accesses.append(access)
         for counter in COUNTERS:
             _heat(found, counter, [line.counts[counter] for line in found])

@@ -54,7 +54,7 @@ def test_stalls_are_summed_by_line(monkeypatch, tmp_path):
     monkeypatch.setattr(explain, "_line_table", lambda _: frames)
     load = Instruction("LDS", ("R2", "[R4]"), writes=0)
     use = Instruction("FADD", ("R3", "R2", "R2"), waits=(0,))
-    program = Program(source, "v01", H200, {"kernel": [load, use, use]}, {})
+    program = Program(source, H200, {"kernel": [load, use, use]}, {})
     launch = Launch(64, "kernel", "kernel", (132, 1, 1), (256, 1, 1), 0, b"")
     cycles = {
         Stall(1, "short scoreboard", 0): 50.0,

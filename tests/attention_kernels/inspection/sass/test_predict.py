@@ -28,7 +28,7 @@ predicted = functools.partial(predict.predict, gpu=H200, seqlen=128)
 
 def program_of(code, *, heads_first=False):
     kernels = {"kernel": instructions(code)}
-    return Program(ROOT / "v01.cu", "v01", H200, kernels, {}, heads_first)
+    return Program(ROOT / "v01.cu", H200, kernels, {}, heads_first)
 
 
 def launch_of(grid):
