@@ -159,7 +159,6 @@ class Runner:
         outputs = self._handed_over(range(count))
         unchained, unchained_s = dict[int, Tensor](), 0.0
         if self.device == "cuda":
-            self._timed(calls.Repeat(1, chained=False))  # captures a graph
             _, _, unchained_s = self._often(calls.Repeat(passes, chained=False), count)
             drawn = random.sample(range(count), min(CHECKED, count))
             unchained = dict(zip(drawn, self._handed_over(drawn), strict=True))
@@ -187,11 +186,14 @@ class Runner:
         """
         least, passes = REPEATED_S[self.device], message.passes
         most = calls.MOST_REPEATED // count
-        often, outside = self._timed(message)
-        while outside < least and passes < most:
+        while True:
+            if self.device == "cuda":
+                self._timed(message)  # may capture a graph
+            often, outside = self._timed(message)
+            if outside >= least or passes >= most:
+                return passes, often / passes, outside / passes
             passes = min(math.ceil(passes * 1.1 * least / outside), most)
-            often, outside = self._timed(calls.Repeat(passes, message.chained))
-        return passes, often / passes, outside / passes
+            message = calls.Repeat(passes, message.chained)
 
     def _handed_over(self, which: Sequence[int]) -> list[Tensor]:
         """Return outputs of timed calls, whose row_sums() came when the clock stopped."""

@@ -14,7 +14,7 @@ import torch
 
 from attention_kernels import get_backend
 from attention_kernels.judge.caller import Timed
-from attention_kernels.judge.calls import Request, chain, chain_weights
+from attention_kernels.judge.calls import Repeat, Request, chain, chain_weights
 from attention_kernels.judge.clock import KINDS, Clock, Numbers
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import judged, run_check
@@ -84,6 +84,20 @@ def test_calls_that_overlap_without_the_chain_are_noted():
     clock = clock_of([HONEST | {"unchained_outside": 1.5e-3}] * 5)
     clock.check()
     assert clock.notes == {"overlapping_us": pytest.approx(300.0)}
+
+
+def test_the_capture_of_a_graph_is_not_timed():
+    runner, captured = Runner(get_backend("NAIVE_PYTORCH"), "cpu"), []
+
+    def timed(message):
+        captured.append(message.passes)
+        seconds = 2e-3 * message.passes
+        return seconds, seconds + 0.05 * (captured.count(message.passes) == 1)
+
+    runner.device, runner._timed = "cuda", timed
+    passes, often, outside = runner._often(Repeat(1), 11)
+    assert passes * often >= 0.02
+    assert often == outside == pytest.approx(2e-3)
 
 
 def request_of(case, sets=3):

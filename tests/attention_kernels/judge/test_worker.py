@@ -133,7 +133,7 @@ def test_neither_a_script_nor_the_current_folder_is_imported_by_a_worker(tmp_pat
 @pytest.mark.slow
 def test_a_backend_of_this_process_alone_is_verified_in_it(clean_registry):
     fields = {"family": "test", "summary": "Wrong.", "precisions": {"float32": "ieee-fp32"}}
-    register(name="MINE", **fields)(lambda: Kernels(lambda q, *_: q + 1))
+    register(name="MINE", **fields)(lambda: Kernels(lambda q, *_: (q + 1).contiguous()))
     report = verify("MINE", "cpu", max_failures=1)
     assert report.failures[0].why.startswith("error ")
 

@@ -16,7 +16,9 @@ from tests.gpt2_infer.cli.test_verify import LAUNCH, NEGATIVE
 RIGHT = EXAMPLE / "v01_warp_per_row.cu"
 # All checks are the business of the judge's tests.
 SERVER = f'{SHORT_SUITE}raise SystemExit(main(["mcp"]))'
-HANG = """  FILE* file = fopen("PLACE", "w");
+# A kernel writes in the folder for temporary files of its process only.
+HANG = """  chdir(getenv("TMPDIR"));
+  FILE* file = fopen("pid", "w");
   fprintf(file, "%d\\n", getpid());
   fclose(file);
   for (;;) sleep(1);
@@ -24,13 +26,19 @@ HANG = """  FILE* file = fopen("PLACE", "w");
 
 
 @pytest.fixture(scope="module")
-def session():
+def temporary(tmp_path_factory):
+    """The folder in which the server has its temporary files."""
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
+def session(temporary):
     """session(use): await use(client) of one server."""
     from_thread = pytest.importorskip("anyio.from_thread")
     mcp = pytest.importorskip("mcp")
     if reason := compilers.missing_compiler("emulator"):
         pytest.skip(reason)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     server = mcp.StdioServerParameters(command=sys.executable, args=["-c", SERVER], env=environment)
     with (
         from_thread.start_blocking_portal() as portal,
@@ -91,12 +99,13 @@ def test_a_program_lists_verifies_and_finds_a_divergence(session):
 
 
 @pytest.mark.slow
-def test_cancelling_ends_the_kernels_process(session, tmp_path):
-    place, hanging = tmp_path / "pid", tmp_path / "v01_hangs.cu"
-    text = RIGHT.read_text().replace(LAUNCH, LAUNCH + HANG.replace("PLACE", str(place)))
-    hanging.write_text(
-        text.replace('#include "', '#include <unistd.h>\n#include <cstdio>\n#include "', 1)
-    )
+def test_cancelling_ends_the_kernels_process(session, temporary, tmp_path):
+    hanging, text = tmp_path / "v01_hangs.cu", RIGHT.read_text().replace(LAUNCH, LAUNCH + HANG)
+    headers = "".join(f"#include <{x}>\n" for x in ("unistd.h", "cstdio", "cstdlib"))
+    hanging.write_text(text.replace('#include "', headers + '#include "', 1))
+
+    def pids():
+        return [text for x in temporary.glob("*/pid") if (text := x.read_text()).endswith("\n")]
 
     async def use(client):
         import anyio
@@ -104,15 +113,15 @@ def test_cancelling_ends_the_kernels_process(session, tmp_path):
         async with anyio.create_task_group() as group:
             group.start_soon(client.call_tool, "verify", {"name": str(hanging), "device": "cpu"})
             with anyio.fail_after(120):
-                while not (place.exists() and place.read_text().endswith("\n")):
+                while not (found := pids()):
                     await anyio.sleep(0.05)
             group.cancel_scope.cancel()
-        process = Path("/proc") / place.read_text().strip()
+        process = Path("/proc", found[0].strip())
         with anyio.fail_after(60):
             while process.exists():
                 await anyio.sleep(0.05)
-        found = await client.call_tool("backends", {})  # it is the next call's turn
-        assert not found.is_error
+        after = await client.call_tool("backends", {})  # it is the next call's turn
+        assert not after.is_error
 
     session(use)
 
