@@ -169,7 +169,7 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     def sums(self, block: Tensor, repeated: int = 0) -> Tensor:
         """Return the row_sums() of timed calls in a block of outputs.
 
-        repeated: return instead the totals of so many repeated calls; see Repeat.
+        repeated: the number of repeated calls, whose totals are returned instead; see Repeat.
         """
         count = repeated or sum(self.rows)
         return block[self._sums_at : self._sums_at + 8 * count].view(torch.int64)

@@ -62,7 +62,7 @@ class Timing:
     seed: int
     """The seed of the factors by which the inputs were multiplied when the clock had started."""
     outputs: list[Tensor]
-    """Of the calls with new numbers."""
+    """The outputs of the calls with new numbers."""
     unchained: dict[int, Tensor]
     """Some outputs of calls without the chain."""
     again: list[Again]

@@ -197,7 +197,7 @@ Runner(get_backend({0!r}), "cuda").time(numbers.request(1, contiguous=False))
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_no_call_finds_its_inputs_in_the_l2():
-    """Each call reads its inputs from memory, but for 64 bytes of a row, of the chain."""
+    """Each call reads its inputs from memory, except 64 bytes per row that the chain has read."""
     if not shutil.which("ncu"):
         pytest.skip("ncu is not on PATH")
     name, case = "CUSTOM_CUDA_VERSION_15", Case(1024, 64, num_heads=12)
