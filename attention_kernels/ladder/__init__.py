@@ -4,14 +4,24 @@ header reads a version file, compilers finds nvcc and g++, build makes the share
 finds the one in the wheel, and op, which imports torch, loads it as a backend.
 """
 
-# ruff: noqa: F403, F405 (for type checkers, __all__ is defined from the star import)
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attention_kernels.ladder.op import *
+    from attention_kernels.ladder.op import (
+        backend,
+        build_all,
+        families,
+        is_prebuilt,
+        known,
+        predecessors,
+        register_ladder,
+        resolve,
+        resolve_all,
+        versions,
+    )
 
 __all__ = [
     "backend",
