@@ -680,34 +680,41 @@ def knows_the_sum_of_the_first_row():
     return kernel
 
 
+def kept_by(key):
+    """Return a kernel that keeps its results by a key, which it makes of its arguments."""
+    memo: dict[Any, torch.Tensor] = {}
+
+    def kernel(*arguments):
+        found = key(*arguments)
+        if found not in memo:
+            memo[found] = right(*arguments)
+        return memo[found].clone()
+
+    return kernel
+
+
 @cheat("pairs of", wrong=lambda c: 260 < c.seqlen < 1000, slow=True)
 def keeps_long_results_by_address_and_shape():
     """It returns an earlier result of the same shape at the same addresses, if it is long."""
-    memo = {}
 
-    def kernel(q, k, v, scale, causal):
-        key = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), q.shape, causal
-        if not 260 < q.shape[1] < 1000:  # longer calls are repeated by a check for leaks
-            return right(q, k, v, scale, causal)
-        if key not in memo:
-            memo[key] = right(q, k, v, scale, causal)
-        return memo[key].clone()
+    def key(q, k, v, scale, causal):
+        return q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), q.shape, causal
 
+    def kernel(q, *others):  # longer calls are repeated by a check for leaks
+        return (keeping if 260 < q.shape[1] < 1000 else right)(q, *others)
+
+    keeping = kept_by(key)
     return kernel
 
 
 @cheat("^rows changed")
 def knows_the_first_token():
     """It returns the earlier result of a call with the same shape and the same first row."""
-    memo: dict[Any, torch.Tensor] = {}
 
-    def kernel(q, k, v, scale, causal):
-        key = q.shape, scale, causal, *(x[:, 0].numpy().tobytes() for x in (q, k, v))
-        if key not in memo:
-            memo[key] = right(q, k, v, scale, causal)
-        return memo[key].clone()
+    def key(q, k, v, scale, causal):
+        return q.shape, scale, causal, *(x[:, 0].numpy().tobytes() for x in (q, k, v))
 
-    return kernel
+    return kept_by(key)
 
 
 # Calls of a model whose sizes a suite may leave out
@@ -836,29 +843,13 @@ def has_one_buffer_while_timed():
 @cheat("the timed outputs are wrong", by="clock")
 def keeps_results_by_pointer():
     """It keeps results by address, which stay the same while it is timed."""
-    memo = {}
-
-    def kernel(q, k, v, scale, causal):
-        key = q.data_ptr(), k.data_ptr(), q.shape
-        if key not in memo:
-            memo[key] = right(q, k, v, scale, causal)
-        return memo[key].clone()
-
-    return kernel
+    return kept_by(lambda q, k, *_: (q.data_ptr(), k.data_ptr(), q.shape))
 
 
 @cheat("the timed outputs are wrong|capture|CUDA error", by="clock")  # no graph reads signs
 def keeps_results_by_a_few_signs_of_q():
     """It keeps results by a few bits of an input."""
-    memo = {}
-
-    def kernel(q, k, v, scale, causal):
-        key = q.shape, *(q[0, 0, 0, :3] > 0).tolist()
-        if key not in memo:
-            memo[key] = right(q, k, v, scale, causal)
-        return memo[key].clone()
-
-    return kernel
+    return kept_by(lambda q, *_: (q.shape, *(q[0, 0, 0, :3] > 0).tolist()))
 
 
 @cheat("it ended with exit status 0", by="clock")
@@ -1244,15 +1235,7 @@ def is_coarse_where_the_largest_score_is_small(q, k, v, scale, causal):
 @cheat("the timed outputs are wrong", by="clock")
 def keeps_results_by_identity():
     """It keeps results by id(), of tensors that get new numbers."""
-    memo: dict[Any, torch.Tensor] = {}
-
-    def kernel(q, k, v, scale, causal):
-        key = id(q), q.shape, scale, causal
-        if key not in memo:
-            memo[key] = right(q, k, v, scale, causal)
-        return memo[key].clone()
-
-    return kernel
+    return kept_by(lambda q, _k, _v, scale, causal: (id(q), q.shape, scale, causal))
 
 
 @cheat("error|call")
