@@ -276,9 +276,10 @@ class Request:
         count = len(self.calls.order)
         return found[:count], found[count:]
 
-    def output(self, block: Tensor, call: int) -> Tensor:
-        """Copy the output of one call from a block that a kernel can change."""
-        return self.calls.outputs(block)[call].clone()
+    def some_outputs(self, block: Tensor, which: Sequence[int]) -> list[Tensor]:
+        """Copy the outputs of some calls from a block that a kernel can change."""
+        outputs = self.calls.outputs(block)
+        return [outputs[call].clone() for call in which]
 
     def multiplied(self, seed: int) -> list[list[Tensor]]:
         """Return a copy of the inputs, multiplied by factors as in timed calls; see multiply()."""

@@ -163,7 +163,7 @@ def _filter_calls() -> None:
         rule += [(JUMP, 0, 0, 1)] * (not is_allowed) + [(RETURN, 0, 0, DENY)]
         program += [(LOAD, 0, 0, 0), (IF_EQUAL, 0, len(rule), call), *rule]
     program.append((LOAD, 0, 0, 0))
-    for call in map(int, _numbers(IGNORED)):
+    for call in _numbers(IGNORED):
         program += [(IF_EQUAL, 0, 1, call), (RETURN, 0, 0, IGNORE)] * (call > 0)
     program += [(RETURN, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
@@ -192,9 +192,9 @@ def _rules() -> Iterator[tuple[int, int, Sequence[int], bool]]:
         **{"kill": mine, "tgkill": mine, "rt_sigqueueinfo": mine, "rt_tgsigqueueinfo": mine},
     }
     for name, number in zip(CALLS.split()[::3], _numbers(CALLS), strict=True):
-        yield from ((int(number), *rule) for rule in special.get(name, [(0, [], True)]))
+        yield from ((number, *rule) for rule in special.get(name, [(0, [], True)]))
 
 
-def _numbers(calls: str) -> Sequence[str]:
+def _numbers(calls: str) -> Iterator[int]:
     """Return the numbers of system calls on this machine."""
-    return calls.split()[1 + [*SECCOMP].index(platform.machine()) :: 3]
+    return map(int, calls.split()[1 + [*SECCOMP].index(platform.machine()) :: 3])

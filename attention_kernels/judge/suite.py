@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,7 +62,6 @@ THREADS = (1, 2, 5)
 # does not start CUDA.
 JUDGED_ON_CPU = 1e8
 _large = threading.Lock()  # larger ones, one at a time, which take gigabytes
-CONTEXTS: tuple[Context, ...] = get_args(Context)
 ROWS = 64  # that are judged of an output at a time, where not all are
 # The most bytes of inputs of requests that are prepared ahead; references take as much again.
 MOST_AHEAD = 2**26
@@ -413,13 +412,16 @@ def cases_for(
     spec = runner.spec
     share = 1.0 if not quick else QUICK_EMULATED if runner.is_emulated else QUICK
     has_few_shapes = runner.device in spec.compiles_per_shape_on
-    on_cuda = runner.device == "cuda"
-    has_graphs = on_cuda and spec.cuda_graphs  # a capture takes longer than most calls
+    contexts: tuple[Context, ...] = ("plain", "no_grad", "inference_mode") * 4
+    if runner.device == "cuda":
+        contexts += ("stream", "stream")
+        if spec.cuda_graphs:  # a capture takes longer than most calls
+            contexts += ("graph",)
     options: dict[str, Any] = {
         "share": 1.0 if has_few_shapes else share,
         "is_emulated": runner.is_emulated,
         "has_groups": spec.supports_gqa,
-        "contexts": (CONTEXTS[:3] + CONTEXTS[: 3 + on_cuda]) * 2 + CONTEXTS[4:] * has_graphs,
+        "contexts": contexts,
         # The op of a version file refuses other addresses, also under an alias.
         "is_aligned": spec.version is not None or spec.chooses is not None,
     }
