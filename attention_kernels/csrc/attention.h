@@ -14,9 +14,9 @@
 // head_dim without a kernel, or more shared memory than the device has, it returns the cudaError_t;
 // the caller turns it into an exception.
 //
-// The file also runs on the CPU, in the emulator, which supports most of CUDA, but no inline PTX
-// other than ptx.cuh's functions, no clock64() and no cooperative groups: a kernel that uses one of
-// these does not compile there, and the error says so. emulator/cuda_emulator.h lists other limits.
+// The file also runs on the CPU, in the emulator, which supports most of CUDA, but no clock64() and
+// only the inline PTX in emulator/ptx.txt: a kernel that uses anything else does not compile there,
+// and the error says so. emulator/cuda_emulator.h lists other limits.
 
 #pragma once
 

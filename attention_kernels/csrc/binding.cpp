@@ -332,6 +332,9 @@ ATTENTION_REGISTER(ATTENTION_LIBRARY, CPU, library) {
 #else
 ATTENTION_REGISTER(ATTENTION_LIBRARY, CUDA, library) {
 #endif
+#ifdef ATTENTION_EMULATOR
+  attention::emulator::has_constants = attention::version.is_struct;
+#endif
   if (attention::version.is_struct)
     library.impl(attention::version.op, TORCH_BOX(&attention::run_struct));
   else if (attention::version.is_decode)

@@ -78,6 +78,11 @@ inline __device__ void proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same for what it has written to global memory, and later bulk copies from there.
+inline __device__ void global_proxy_fence() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Changes the registers per thread, for all warps of a warpgroup, to a multiple of 8 from 24 to 240.
 // raise_registers() waits until other warps have given up enough.
 template <int kRegisters>

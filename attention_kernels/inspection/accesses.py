@@ -114,19 +114,20 @@ def count_accesses(
     element = getattr(torch, version.dtype).itemsize
     sizes = (batch, seqlen, num_heads, head_dim, element, int(is_causal))
     arguments = [*map(str, sizes), version.layout]
-    source, command = "recorders/accesses.cpp", [*flags, *_FLAGS.split()]
+    recording, command = "recorders/accesses.cpp", [*flags, *_FLAGS.split()]
 
     def build_recorder(program: Path) -> None:
         # Both objects contain the emulator's functions. The linker takes those of the first
         # object, which are not instrumented.
-        recorder = build.object_file(csrc, source, "-fno-pie", "-O1")
+        recorder = build.object_file(csrc, recording, "-fno-pie", "-O1")
         objects = [str(recorder), f"{program}.o"]
         # Unoptimized, so that the program makes every access of the source, in the same order.
-        compilers.output_of([*command, "-x", "c++", "-c", str(version.path), "-o", objects[1]])
+        source = build.source_flags(version, command, version.path, program.parent)
+        compilers.output_of([*command, *source, "-c", "-o", objects[1]])
         options = ["-o", str(program), "-pthread", "-ldl"]
         compilers.output_of([flags[0], "-no-pie", *objects, *options])
 
-    name, files = f"accesses-{version.op}", [version.path, csrc / source]
+    name, files = f"accesses-{version.op}", [version.path, csrc / recording]
     with build.kept(name, "", files, csrc, command, build_recorder).open("rb") as file:
         program = f"{child.FD}{file.fileno()}"
         done = child.run([program, *arguments], timeout_s=timeout_s)

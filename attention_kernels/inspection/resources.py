@@ -115,10 +115,11 @@ def record(
     runtime, recorder = "emulator/runtime.cpp", csrc / "recorders" / "launches.cpp"
 
     def link(program: Path) -> None:
-        sources = ["-include", str(recorder), "-x", "c++", str(version.path), "-x", "none"]
-        runs = str(build.object_file(csrc, runtime, "-O0"))
+        first = [*command, "-include", str(recorder)]
+        source = build.source_flags(version, first, version.path, program.parent)
+        objects = [*source, "-x", "none", str(build.object_file(csrc, runtime, "-O0"))]
         options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
-        compilers.output_of([*command, *sources, runs, *options])
+        compilers.output_of([*first, *objects, *options])
 
     files = [version.path, recorder, csrc / runtime]
     program = build.kept(f"launches-{version.op}", "", files, csrc, command, link)

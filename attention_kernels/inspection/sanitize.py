@@ -1,8 +1,10 @@
 """Run backends under a sanitizer, to find the faults that a correct output hides.
 
 On the CPU, emulated kernels run in a build with AddressSanitizer, and again with their blocks and
-threads in other orders, which must not change a bit of the output. On a GPU, NVIDIA's
-compute-sanitizer looks for invalid accesses (memcheck) and races in shared memory (racecheck).
+threads in other orders, which must not change a bit of the output. In the same orders they run in
+the build that reports races: what a race between blocks touches may depend on who is ahead. On a
+GPU, NVIDIA's compute-sanitizer looks for invalid accesses (memcheck) and races in shared memory
+(racecheck).
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import torch
 from torch import Tensor
 
 from attention_kernels import child, ladder, registry
-from attention_kernels.errors import UnavailableBackendError, UnsupportedError
+from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.ladder import compilers
+from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
 
 TOOLS = ("memcheck", "racecheck")
@@ -35,7 +38,6 @@ SHAPES = (
     (65, 128, 1, 1, True),
     (130, 64, 1, 1, True),
 )
-ORDERS = ("reverse", "shuffle:1")
 ORDER = "the order of its blocks or threads changes the output"
 _EXIT = 77  # exit status of compute-sanitizer if it found a fault
 # Matches the first fault that it reports. A race has a second line: "and" and the other access.
@@ -44,13 +46,16 @@ _MAIN = ("-m", "attention_kernels.inspection.sanitize")
 _UNAVAILABLE = 78  # exit status of main() if a backend cannot be built; the last line says why
 
 
-def sanitize(whats: Sequence[str], device: str = "", *, timeout_s: float = 600.0) -> list[str]:
+def sanitize(
+    whats: Sequence[str], device: str = "", *, schedules: int = 1, timeout_s: float = 600.0
+) -> list[str]:
     """Run backends, given by name or version file, under the device's sanitizers.
 
-    device: "cuda", "cpu", or "" for cuda if the first one runs there, else cpu. Returns a sentence
-    per fault. A run, which builds the backends and executes all cases under one sanitizer, ends at
-    its first fault or after timeout_s seconds. Raises UnavailableBackendError if a sanitizer is
-    missing, and UnsupportedError on the CPU for a backend that is not emulated.
+    device: "cuda", "cpu", or "" for cuda if the first one runs there, else cpu. schedules: the
+    number of shuffled orders in the emulator, the same in each run. Returns a sentence per fault. A
+    run, which builds the backends and executes all cases under one sanitizer, ends at its first
+    fault or after timeout_s seconds. Raises UnavailableBackendError if a sanitizer is missing, and
+    UnsupportedError on the CPU for a backend that is not emulated.
     """
     specs = [ladder.resolve(what) for what in whats]
     device = registry.device_for(specs[0], device)
@@ -61,7 +66,8 @@ def sanitize(whats: Sequence[str], device: str = "", *, timeout_s: float = 600.0
         if device == "cpu" and not in_ladder:
             raise UnsupportedError(spec.name, ["only emulated kernels have a sanitizer on the CPU"])
     if device == "cpu":
-        return _address_sanitizer(specs[0].name, list(whats), timeout_s)
+        faults = _address_sanitizer(specs[0].name, schedules, whats, timeout_s)
+        return faults or _races(specs[0].name, schedules, whats, timeout_s)
     if shutil.which("compute-sanitizer") is None:
         raise UnavailableBackendError(specs[0].name, "needs compute-sanitizer on PATH")
     return [
@@ -81,7 +87,9 @@ def tools_of(spec: BackendSpec) -> tuple[str, ...]:
     return ("memcheck",) if spec.version and spec.version.needs_exactly else TOOLS
 
 
-def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[str]:
+def _address_sanitizer(
+    name: str, schedules: int, whats: Sequence[str], timeout_s: float
+) -> list[str]:
     # Preload libstdc++ too: the sanitizer looks for its __cxa_throw at startup, before torch loads
     # it.
     names = ("libasan.so", "libstdc++.so.6")
@@ -94,7 +102,7 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
         "ASAN_OPTIONS": _ASAN_OPTIONS,
         "LD_PRELOAD": ":".join(libraries),
     }
-    done = _worker([*_MAIN, "cpu", *whats], environment, timeout_s)
+    done = _worker([*_MAIN, "cpu", str(schedules), *whats], environment, timeout_s)
     if done.status == 0:
         return []
     if done.status == _UNAVAILABLE:
@@ -109,9 +117,16 @@ def _address_sanitizer(name: str, whats: list[str], timeout_s: float) -> list[st
     return [f"{found[1]} at {next(filter(None, lines), 'an unknown line')}"]
 
 
+def _races(name: str, schedules: int, whats: Sequence[str], timeout_s: float) -> list[str]:
+    done = _worker([*_MAIN, "races", str(schedules), *whats], {}, timeout_s)
+    if done.status == _UNAVAILABLE:
+        raise UnavailableBackendError(name, _last_words(done))
+    return [] if done.status == 0 else [_last_words(done)]
+
+
 def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0) -> list[str]:
     """Run backends on the GPU under one of TOOLS; return a sentence per fault."""
-    return faults_on_gpu(tool, [*_MAIN, "cuda", *whats], timeout_s)
+    return faults_on_gpu(tool, [*_MAIN, "cuda", "0", *whats], timeout_s)
 
 
 def faults_on_gpu(tool: str, arguments: Sequence[str], timeout_s: float) -> list[str]:
@@ -170,25 +185,32 @@ def _call(spec: BackendSpec, case: Case | DecodeCase, inputs: Sequence[Tensor]) 
     return spec.attention(*inputs, is_causal=case.is_causal)
 
 
-def _run(spec: BackendSpec, device: str) -> None:
-    """Run every case once, and in the emulator also in each of ORDERS."""
+def _run(spec: BackendSpec, device: str, schedules: int = 1) -> None:
+    """Run every case once, and in the emulator also in reverse and in some shuffled orders.
+
+    device: "cuda", "cpu" or "races", the build for the CPU that reports races.
+    """
+    orders = ["", "reverse", *(f"shuffle:{seed}" for seed in range(1, schedules + 1))]
     for case in _cases(spec):
-        inputs = case.inputs(device)
-        try:
-            expected = _call(spec, case, inputs)
-        except UnsupportedError:  # too much shared memory for this device
-            continue
-        for order in ORDERS if device == "cpu" else ():
+        inputs = case.inputs(device.replace("races", "cpu"))
+        expected = None
+        for order in orders if device != "cuda" else [""]:
             os.environ["ATTENTION_EMULATOR_ORDER"] = order
-            if not torch.equal(_call(spec, case, inputs), expected):
-                sys.exit(f"{spec.name}: {case}: {ORDER}")
-            del os.environ["ATTENTION_EMULATOR_ORDER"]
+            try:
+                found = _call(spec, case, inputs)
+            except UnsupportedError:  # too much shared memory for this device
+                break
+            except KernelError as error:
+                sys.exit(f"{spec.name}: {case}, {order}: {error.__cause__}")
+            expected = found if expected is None else expected
+            if not torch.equal(found, expected):
+                sys.exit(f"{spec.name}: {case}, {order}: {ORDER}")
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def main(device: str, *whats: str) -> None:
-    """Run backends on a device: the process that runs under the sanitizer."""
+def main(device: str, schedules: str, *whats: str) -> None:
+    """Run backends on a device, see _run(): the process that runs under the sanitizer."""
     child.end_with_parent()
     os.environ.pop("LD_PRELOAD", None)  # otherwise the compiler would run under the sanitizer, too
     specs = [ladder.resolve(what) for what in whats]
@@ -197,12 +219,15 @@ def main(device: str, *whats: str) -> None:
 
         triton.testing.do_bench = _call_once
     for spec in specs:
+        if device == "races":
+            assert spec.version is not None
+            spec = ladder.backend(spec.name, spec.family, race_checked(spec.version))  # noqa: PLW2901
         try:
-            spec.prepare(device)
+            spec.prepare(device.replace("races", "cpu"))
         except UnavailableBackendError as error:
             print(error.reason, file=sys.stderr)
             sys.exit(_UNAVAILABLE)
-        _run(spec, device)
+        _run(spec, device, int(schedules))
 
 
 def _call_once(

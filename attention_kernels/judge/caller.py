@@ -118,7 +118,7 @@ def _build(spec: BackendSpec, device: str, races: bool) -> None:
 
 
 def _race_checked(spec: BackendSpec) -> BackendSpec:
-    """Return a version, built for the emulator to report races in shared memory."""
+    """Return a version, built for the emulator to report races."""
     assert spec.version is not None
     return ladder.backend(spec.name, spec.family, race_checked(spec.version))
 

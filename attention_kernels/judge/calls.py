@@ -119,7 +119,7 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     """The number of torch's threads; 0: the default."""
     context: Context = "plain"
     races: bool = False
-    """Whether to call the build that reports races in shared memory; emulated kernels only."""
+    """Whether to call the build that reports races; emulated kernels only."""
     place: int = 0
     """Where the block of inputs begins in the memory that is shared."""
     clock: bool = False

@@ -65,7 +65,7 @@ _large = threading.Lock()  # larger ones, one at a time, which take gigabytes
 ROWS = 64  # that are judged of an output at a time, where not all are
 # The most bytes of inputs of requests that are prepared ahead; references take as much again.
 MOST_AHEAD = 2**26
-RACES = "races in shared memory"
+RACES = "races"
 # How many cases run before repeated calls, and over how many places their order is drawn.
 CHEAP, WINDOW = 200, 20
 # How many pairs are called, of short cases and of long ones of each op, and the most work of a
@@ -557,7 +557,7 @@ def _future_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> 
 
 
 def race_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> Iterator[Check]:
-    """Yield calls of a version that is built for the emulator to report shared-memory races."""
+    """Yield calls of a version that is built for the emulator to report races."""
 
     def races(case: Case | DecodeCase) -> Steps:
         yield Request.of(case, [case.inputs("cpu")], races=True)

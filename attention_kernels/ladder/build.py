@@ -31,7 +31,7 @@ from pathlib import Path
 import filelock
 import platformdirs
 
-from attention_kernels.ladder import compilers
+from attention_kernels.ladder import compilers, ptx
 from attention_kernels.ladder.compilers import BuildError, Target
 from attention_kernels.ladder.header import RACES, VersionHeader, csrc_of
 
@@ -42,11 +42,18 @@ EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-rec
 # Compiling takes longer than most emulated launches. Inlining as at -O2: a bound is checked only
 # where the compiler sees the array.
 EMULATOR_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions")
-# For a build that looks for races; the other build has all checks. Both define the same macros, so
-# that no kernel is without races in only one of them.
-RACES_OPTIMIZATION = (*EMULATOR_CHECKS[1:], "-Og", "-fsanitize=bounds", "-U__SANITIZE_THREAD__")
+# For a build that looks for races; the other build has all checks.
+VOLATILES = "--param=tsan-distinguish-volatile=1"
+RACES_OPTIMIZATION = (
+    *(*EMULATOR_CHECKS[1:], "-Og", "-fsanitize=bounds", "-U__SANITIZE_THREAD__"),
+    *("-DATTENTION_EMULATOR_RACES", VOLATILES),
+)
+# A kernel that may poll a volatile: only so does the emulator know that others must run.
+VOLATILE = re.compile(r"(?<!asm )(?<!asm__ )\bvolatile\b")
 _INCLUDE = rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include(?:_next)?|import|embed)\b"
 INCLUDE = re.compile(_INCLUDE + rb'\s*(?:["<]([^">\n]+)[">])?')  # no group without a name
+# For inline PTX, which a file may have for some architectures only.
+PTX_FLAGS = ("-include", "emulator/inline_ptx.h", "-D__CUDA_ARCH__=900")
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 _binding_lock = threading.Lock()
 
@@ -82,7 +89,7 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
         if "-march=native" in flags:
             more.append(compilers.native_macros(gxx))  # several machines may share the cache
         # Line tables (-g1) do not change the code; source_line() reads them.
-        flags += ["-g1", "-x", "c++", *_optimization(version)]
+        flags += ["-g1", *_optimization(version)]
         libraries = ["-pthread", "-ldl", EMULATOR_WRAPS]
     # libtorch.so contains only the names of torch's libraries, including those for CUDA: linking
     # those directly takes a third of a second.
@@ -90,7 +97,7 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     libraries += ["-fopenmp"] if "-fopenmp" in flags else []
     shared = [*compilers.binding_flags(target, csrc), "-O1", *hidden, *extra]
     shared += ["-isystem", str(root / "include")]
-    command = [*flags, *hidden, *extra, "-c", str(version.path)]
+    command = [*flags, *hidden, *extra]
     sources = [version.path, csrc / "binding.cpp"]
 
     def make(library: Path) -> None:
@@ -98,14 +105,39 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
         with _binding_lock:  # other threads need the same one
             binding = _object(f"binding-{target}", sources[1], csrc, shared, *more)
         kernel = library.with_suffix(".o")
-        _compile(command, kernel)
+        source = [str(version.path)]
+        if target == "emulator":
+            source = source_flags(version, command, version.path, library.parent)
+        _compile([*command, "-c", *source], kernel)
         # Of an inline function in both files the first is used. It has to be the binding's: a
         # version that looks for races would have the emulator report its own accesses as the
         # kernel's.
         _compile([gxx, "-shared", str(binding), kernel.name, *libraries], library)
 
-    everything = [*command, *shared, *libraries]
+    everything = [*command, str(version.path), *shared, *libraries]
     return kept(f"{version.op}-{where}", ".so", sources, csrc, everything, make, *more)
+
+
+def source_flags(
+    version: VersionHeader, command: Sequence[str], source: Path, folder: Path
+) -> list[str]:
+    """Return the flags that name the source of an emulated version, or of what includes it, to g++.
+
+    That is its translation, made in the folder, if the version contains what ptx.py translates,
+    apart from csrc's own headers. command: the compiler and its flags. Raises BuildError.
+    """
+    csrc = csrc_of(version)
+    ours = [csrc, csrc / "emulator"]
+    texts = (Path(name) for name in digests([version.path], csrc, command))
+    if version.is_host or not any(
+        ptx.is_foreign(one.read_bytes()) for one in texts if one.parent not in ours
+    ):
+        return ["-x", "c++", str(source)]
+    file = folder / f"{source.stem}.ii"
+    compilers.output_of([*command, *PTX_FLAGS, "-E", "-x", "c++", str(source), "-o", str(file)])
+    text = file.read_text("utf-8", "surrogateescape")
+    file.write_text(ptx.translate(text, csrc / "emulator"), "utf-8", "surrogateescape")
+    return ["-x", "c++-cpp-output", str(file)]
 
 
 def _optimization(version: VersionHeader) -> Sequence[str]:
@@ -113,7 +145,9 @@ def _optimization(version: VersionHeader) -> Sequence[str]:
         return ["-O3"]
     if RACES in version.flags:
         return RACES_OPTIMIZATION
-    return [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS]
+    polls = VOLATILE.search(version.source) and "address" not in " ".join(compilers.extra_flags())
+    more = ["-fsanitize=thread", VOLATILES] if polls else []
+    return [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS, *more]
 
 
 def object_file(csrc: Path, source: str, *flags: str) -> Path:
@@ -291,6 +325,8 @@ def digest_of(
     The digest does not depend on the folder that csrc is in.
     """
     words = [word.replace(str(csrc), "csrc") for word in command]
+    if "-DATTENTION_EMULATOR" in command:
+        files = [*files, csrc / "emulator" / "inline_ptx.h", ptx.FILE, Path(ptx.__file__)]
     contents = digests(files, csrc, command)
     found = sorted((Path(path).name, digest) for path, digest in contents.items())
     return digest_name(name, compilers.asked(command[0]), words, found, *more)

@@ -255,7 +255,7 @@ def of_file(file: Path) -> VersionHeader:
 
 
 def race_checked(version: VersionHeader) -> VersionHeader:
-    """Return the version with a flag that makes the emulator report races of shared memory."""
+    """Return the version with a flag that makes the emulator report races."""
     return replace(version, op=f"{version.op}_races", flags=(*version.flags, RACES))
 
 

@@ -102,21 +102,23 @@ def verify(
     seed: int | None = None,
     timeout_s: float = 300.0,
     sanitized: bool = False,
+    schedules: int = 1,
     quick: bool = False,
     timed: bool = True,
     on_check: Callable[[int, int], object] = lambda done, total: None,
 ) -> Findings:
     """Check a backend, and time it if it passes.
 
-    sanitized: run the sanitizers first. timed: time it, unless it is emulated. The other arguments
-    and errors are those of suite.verify().
+    sanitized: run the sanitizers first. schedules: in the emulator, in this many shuffled orders.
+    timed: time it, unless it is emulated. The other arguments and errors are those of
+    suite.verify().
     """
     # Before the kernel's process could write a file in a module's place.
     importlib.import_module("gpt2_infer.bench.kernels")
     if sys.platform == "linux":  # keep freed memory: threads wait for each other to map new pages
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, 2**30)
-    faults = _sanitize(name, device) if sanitized else []
+    faults = _sanitize(name, device, schedules) if sanitized else []
     report = suite.verify(
         name,
         device,
@@ -136,12 +138,12 @@ def verify(
     return findings
 
 
-def _sanitize(name: str, device: str) -> list[Failure]:
+def _sanitize(name: str, device: str, schedules: int) -> list[Failure]:
     """Return what the sanitizers of the device find."""
     from attention_kernels.inspection.sanitize import sanitize
 
     print(f"{name}: looking for bad accesses and races ...", file=sys.stderr)
-    faults = sanitize([name], device)
+    faults = sanitize([name], device, schedules=schedules)
     return [Failure("bad accesses and races", fault, "sanitizers") for fault in faults]
 
 

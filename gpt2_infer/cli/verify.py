@@ -12,6 +12,7 @@ from gpt2_infer.cli.options import (
     HIDDEN,
     MANY,
     TIMEOUT,
+    Count,
     Device,
     KernelDtype,
     Seconds,
@@ -35,6 +36,7 @@ def verify(
     seed: Seed | None = None,
     timeout_s: Annotated[Seconds, TIMEOUT] = 300.0,
     sanitize: bool = False,
+    schedules: Count = 1,
     quick: bool = False,
     no_timing: bool = False,
     on_check: Annotated[Callable[[int, int], object], HIDDEN] = lambda done, total: None,
@@ -55,6 +57,8 @@ def verify(
         timeout_s: time limit of each check in seconds
         sanitize: also look for bad accesses and races: with AddressSanitizer in the emulator,
             with compute-sanitizer on a GPU
+        schedules: with sanitize, the number of orders and delays of blocks and warps in the
+            emulator
         quick: run only the checks that find the most in their time, and do not time the kernel
         no_timing: only check; emulated kernels are never timed
         on_check: called after each check with the number that are done and of all
@@ -69,6 +73,7 @@ def verify(
         seed=seed,
         timeout_s=timeout_s,
         sanitized=sanitize,
+        schedules=schedules,
         quick=quick,
         timed=not (no_timing or quick),
         on_check=on_check,

@@ -44,9 +44,12 @@ def probe() -> Callable[..., str]:
     return call
 
 
-def faulty_op(file: Path, build: str) -> Callable[..., None]:
-    """Return the emulated op of a file in negative/; build: "races" or, without that check, ""."""
-    version = header.parse_header(file, "negative_")
+def faulty_op(file: Path, build: str, prefix: str = "negative_") -> Callable[..., None]:
+    """Return the emulated op of a file in negative/; build: "races" or, without that check, "".
+
+    prefix: of the op's name, another one for a copy of a file.
+    """
+    version = header.parse_header(file, prefix)
     if build == "races":
         version = header.race_checked(version)
     return load_op(version, "cpu", f"the kernel {file.name}")

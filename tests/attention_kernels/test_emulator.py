@@ -202,7 +202,7 @@ def test_the_sanitizer_names_the_line():
 @pytest.mark.parametrize(
     ("statement", "told"),
     [
-        ('asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));', "has no inline PTX"),
+        ('asm volatile("mov.u64 %0, %clock64;" : "=l"(lane));', "has no register %clock64"),
         ("lane = clock64();", "has no clock"),
     ],
 )

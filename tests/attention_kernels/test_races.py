@@ -1,4 +1,4 @@
-"""The emulator reports races in shared memory, and none in the ladders' kernels."""
+"""The emulator reports races within a block, and none in the ladders' kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attention_kernels import KernelError, get_backend, ladder
 from attention_kernels.judge.suite import race_checks, run_check, verify
 from attention_kernels.judge.worker import Runner
 from attention_kernels.ladder import header
-from tests.attention_kernels.backends.common import EMULATED, NEWEST
+from tests.attention_kernels.backends.common import EMULATED, NEWEST, changed
 from tests.conftest import needs_compiler, usable
 
 FILE = Path(__file__).parent / "negative" / "v06_races.cu"
@@ -63,9 +63,32 @@ def test_verify_fails_a_kernel_whose_race_changes_no_result(tmp_path):
     file = tmp_path / source.name
     file.write_text(text, "utf-8")
     (failure,) = verify(ladder.resolve(str(file)), "cpu", seed=0, max_failures=1).failures
-    assert failure.what.startswith("races in shared memory, seqlen 1")
+    assert failure.what.startswith("races, seqlen 1")
     reads = next(n for n, line in enumerate(text.splitlines(), 1) if "const float s = sS[" in line)
     assert f"has read, at {source.name}:{reads}, with no barrier between" in failure.why
+
+
+def test_a_kernel_that_reads_without_waiting_needs_a_previous_one_that_has_waited():
+    """Attention reads Q before it waits: all blocks that split K must have waited by then."""
+    source = get_backend("CUSTOM_CUDA_VERSION_36").version.path
+    waits, allows = (
+        "  ptx::wait_for_previous();\n  // Not before",
+        "  ptx::allow_next();\n  const bool",
+    )
+    spec = changed(
+        source,
+        (waits, "  // Not before"),
+        (allows, f"{allows[:20]}  ptx::wait_for_previous();\n  const bool"),
+    )
+    spec = ladder.backend(spec.name, "test", header.race_checked(spec.version))
+    x = torch.zeros(1, 70, 1, 64)
+    with pytest.raises(KernelError) as caught:
+        spec.attention(x, x, x)
+    assert re.search(
+        r"race: lane .* reads global memory, .*, at v36_diagonal_once\.cu:.*, which the kernel "
+        r"before may still write; a wait_for_previous\(\) before it would order them",
+        str(caught.value.__cause__),
+    )
 
 
 VERSIONS = [

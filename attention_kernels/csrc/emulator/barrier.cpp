@@ -89,7 +89,14 @@ inline void count_arrival(Barrier* barrier, unsigned bytes, const emulator::Site
   barrier->bytes += static_cast<int>(bytes);
   --barrier->left;
   complete_if_due(barrier);
-  emulator::this_fiber().block->in_flight.idle = 0;
+  emulator::this_fiber().block->in_flight.progress();
+}
+
+unsigned phase_of(const Barrier* barrier) { return barrier->phase; }
+
+void barrier_add(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
+  find_initialized(barrier, site);
+  barrier->bytes += static_cast<int>(bytes);
 }
 
 int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
@@ -101,18 +108,18 @@ int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
   return barrier->phase != phase ? known.waiter : -1;
 }
 
-void take_message(const emulator::Message& message, unsigned rank) {
+void take_message(const emulator::Message& message) {
   emulator::Races* const races = emulator::this_fiber().block->races;
   const emulator::BulkCopy& copy = message.copy;
   auto* const barrier = static_cast<Barrier*>(const_cast<void*>(copy.barrier));
   const emulator::KnownBarrier* const known = find(barrier);
   if (known == nullptr) barrier_failure(barrier, copy.site, "has not been initialized");
   if (races != nullptr) {
-    const std::vector<uint32_t>& sender = message.knowledge.of[rank];
-    if (known->thread >= sender.size() || sender[known->thread] < known->clock)
+    const auto number = static_cast<uint32_t>(emulator::this_fiber().block->number);
+    if (!message.knowledge.has(number, known->thread, known->clock))
       barrier_failure(barrier, copy.site,
                       "was initialized by its block, and nothing orders that before");
-    races->release_from_block(barrier, message.knowledge, rank);
+    races->release_from_block(barrier, message.knowledge);
   }
   if (copy.bytes == 0) {
     count_arrival(barrier, 0, copy.site);
@@ -137,7 +144,7 @@ inline void land_copies(emulator::Block& block, Barrier* barrier) {
     block.in_flight.view.update(block.shared, block.launch->poison, copy->to, copy->bytes);
     barrier->bytes -= static_cast<int>(copy->bytes);
     copy = copies.erase(copy);
-    block.in_flight.idle = 0;
+    block.in_flight.progress();
   }
 }
 

@@ -27,6 +27,9 @@ static_assert(sizeof(Barrier) == 8);
 // Defined in barrier.cpp, without what the kernel's recorders would see.
 void init(Barrier* barrier, unsigned arrivals, const emulator::Site& site);
 void show_barriers();
+unsigned phase_of(const Barrier* barrier);
+// Makes the phase also wait for `bytes` bytes of copies.
+void barrier_add(Barrier* barrier, unsigned bytes, const emulator::Site& site);
 // Returns a thread that waits for the phase that this completes, or -1.
 int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site);
 bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site);
@@ -36,7 +39,7 @@ void check_use(const Barrier* barrier, const emulator::Site& site);
 // Reads what other blocks of the cluster have sent. Defined in cluster.cpp.
 void receive_messages();
 // Counts an arrival from another block, or checks the barrier of its copy.
-void take_message(const emulator::Message& message, unsigned rank);
+void take_message(const emulator::Message& message);
 
 // Checks that nothing in flight uses the copy's destination, and begins it; or copies a box. Defined
 // in tma.cpp.
@@ -52,7 +55,10 @@ ATTENTION_EMULATOR_INLINE void yield() {
 inline void barrier_init(Barrier* barrier, unsigned arrivals, ATTENTION_EMULATOR_SITE) {
   init(barrier, arrivals, {"barrier_init", file, line});
 }
-inline void barrier_init_fence() { show_barriers(); }
+inline void barrier_init_fence() {
+  show_barriers();
+  emulator::fence(emulator::Scope::kCluster);
+}
 
 // An arrival that completes a phase lets a waiting thread continue before it returns. So a slot that
 // is given back too early is overwritten before products read it.

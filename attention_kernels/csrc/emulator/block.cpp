@@ -24,6 +24,37 @@
 
 namespace attention::emulator {
 
+// ---- Shared memory ------------------------------------------------------------------------------
+
+bool SharedMemory::has(const void* address) const {
+  const auto within = [&](const unsigned char* start, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(start) < bytes;
+  };
+  return within(dynamic, dynamic_bytes) || within(statics, Library::instance().storage_bytes);
+}
+
+unsigned SharedMemory::first_address(bool is_fixed) const {
+  const auto within = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 1024; };
+  if (is_fixed) return 1024 + within(statics);
+  const size_t before =
+      statics == nullptr ? 0 : within(statics) + Library::instance().storage_bytes;
+  return 1024 + (before + 1023) / 1024 * 1024 + within(dynamic);
+}
+
+unsigned SharedMemory::address_of(const void* memory_of_block) const {
+  const auto* const byte = static_cast<const unsigned char*>(memory_of_block);
+  const bool is_fixed = static_cast<size_t>(byte - statics) < Library::instance().storage_bytes;
+  return first_address(is_fixed) + static_cast<unsigned>(byte - (is_fixed ? statics : dynamic));
+}
+
+unsigned char* SharedMemory::at_address(unsigned address) const {
+  const size_t in_dynamic = size_t{address} - first_address(false);
+  if (in_dynamic < kSharedBytes) return dynamic + in_dynamic;
+  const size_t offset = size_t{address} - first_address(true);
+  return statics != nullptr && offset < Library::instance().storage_bytes ? statics + offset
+                                                                          : nullptr;
+}
+
 // ---- Words --------------------------------------------------------------------------------------
 
 inline std::string text(uint3 v) {
@@ -62,6 +93,11 @@ std::string waiting_threads(const Block& block) {
     if (named.arrived != 0) add(named.arrived, named.threads, named.site);
   return all;
 }
+
+constexpr unsigned kPolls = 4;
+
+// Something has happened that blocks of a launch may wait for. Defined in grid.cpp.
+void note_event(const Launch& launch);
 
 // ---- Scheduling -------------------------------------------------------------------------------
 
@@ -123,12 +159,54 @@ Fiber* Block::next_or_abandon() {
   return to;
 }
 
+void note_poll(const void* word, uint64_t value, const Site& site, const void* code) {
+  Fiber& self = this_fiber();
+  Block& block = *self.block;
+  Block::Poll* const mine = &block.polls[self.thread * kPolls];
+  Block::Poll* const found =
+      std::find_if(mine, mine + kPolls, [&](const auto& poll) { return poll.word == word; });
+  if (word == nullptr) {
+    end_if_hopeless(site, code);
+    std::this_thread::yield();
+  } else if (found != mine + kPolls && found->value == value) {
+    end_if_hopeless(site, code);
+  } else {
+    const bool is_full = mine[kPolls - 1].word != nullptr;
+    if (found != mine + kPolls || is_full) note_event(*block.launch);
+    Block::Poll* const last = std::min(found, mine + kPolls - 1);
+    std::copy_backward(mine, last, last + 1);
+    *mine = {word, value};
+    if (found != mine + kPolls || !is_full) return;
+    // Others run, as the thread may repeat all of so many words.
+  }
+  block.in_flight.idle = 0;
+  Fiber* const to = block.yield();
+  if (to != &self) switch_context(self, *to);
+}
+
+void fence(Scope scope) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (Races* const races = this_fiber().block->races) races->fence(scope);
+}
+
+void set_scope(Scope scope) {
+  if (Races* const races = this_fiber().block->races) races->set_scope(scope);
+}
+
+void allow_next() {
+  if (Races* const races = this_fiber().block->races) races->allow_next();
+}
+
 Fiber* Block::yield() {
   const unsigned self = this_fiber().thread;
   for (unsigned i = 1; i <= threads; ++i) {
     const unsigned thread = (self + i) % threads;
     if ((warps[thread / kWarpSize].ready >> thread % kWarpSize & 1) == 0) continue;
-    if (i == threads) std::this_thread::yield();  // let other blocks run
+    if (thread <= self) {  // all have had their turn
+      ++in_flight.rotations;
+      let_other_blocks_run(*this, /*waits=*/true);
+    }
+    if (i == threads) std::this_thread::yield();
     return turn_to(thread);
   }
   __builtin_unreachable();
@@ -164,7 +242,7 @@ void Block::pass_barrier() {
   arrived = 0;
   barrier_votes = votes;
   ++interval;
-  in_flight.idle = 0;
+  in_flight.progress();
   begin_interval();
 }
 
@@ -206,7 +284,7 @@ Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, c
   if (++named.arrived == named.threads) {
     for (unsigned i = 0; i < warp_count; ++i) warps[i].ready |= named.waiting[i];
     named = {};
-    in_flight.idle = 0;
+    in_flight.progress();
   }
   return waits ? next_or_abandon() : &this_fiber();
 }
@@ -335,6 +413,8 @@ void Block::fiber_main() {
   try {
     block.launch->body(block.launch->arguments);
     returned = true;
+  } catch (const ThreadExit&) {
+    returned = true;
   } catch (...) {  // reported only after this block, so that the exception is destroyed
   }
   if (returned) block.finish();
@@ -399,9 +479,13 @@ bool Block::run(uint64_t number_in_grid) {
   in_flight.clear();
   cluster = launch->cluster > 0 ? &launch->clusters[number / launch->cluster] : nullptr;
   if (cluster != nullptr) cluster->begin(*this);
+  if (checks_races && races == nullptr) races = new Races(*this);
   if (races != nullptr) races->begin_block();
+  polls.assign(threads * kPolls, {});
+  stuck_round = access = 0;
   begin_interval();
   switch_context(main, *next_ready());
+  if (races != nullptr) races->end_block();
   const Site* const left = cluster == nullptr ? nullptr : cluster->end(*this);
   if (error == cudaSuccess && left != nullptr) {
     error = cudaErrorLaunchFailure;

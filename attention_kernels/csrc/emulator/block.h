@@ -36,6 +36,7 @@ struct Device {
 };
 
 struct Cluster;  // cluster.h
+struct GridRun;
 struct PreviousLaunch;
 
 struct Launch {
@@ -44,6 +45,7 @@ struct Launch {
   size_t dynamic_shared;
   void (*body)(const void* arguments);  // one CUDA thread
   const void* arguments;
+  size_t argument_bytes = 0;
   int arch = 0;
   size_t shared_limit = 0;
   uint32_t poison = kPoison;
@@ -52,10 +54,13 @@ struct Launch {
   unsigned cluster = 0;     // blocks that run at the same time; 0: no clusters
   Cluster* clusters = nullptr;
   bool is_at_once = false;             // whether all clusters run at the same time
+  mutable unsigned grid_arrivals = 0;  // of blocks at grid_group::sync()
   bool flushes = false;                // whether subnormal floats become 0
   bool is_early = false;               // it may start before the previous launch has ended
   PreviousLaunch* previous = nullptr;  // the launch before it, which may not have run yet
   bool* waited = nullptr;              // set once a thread has waited for it
+  LaunchOrder* in_stream = nullptr;    // its place among all launches, for Races
+  GridRun* run = nullptr;              // which its blocks belong to
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
 };
@@ -113,6 +118,14 @@ struct Block {
   InFlight in_flight;
   Cluster* cluster = nullptr;
   Races* races = nullptr;  // if the version file is compiled to detect them
+  struct Poll {
+    const void* word;
+    uint64_t value;
+  };
+  std::vector<Poll> polls;   // the last kPolls of each thread
+  uint64_t stuck_round = 0;  // of the grid, in which the block was last found to wait
+  uintptr_t access = 0;      // where the kernel has called, while an access of its is checked
+  bool has_turn = false;     // among the blocks of a grid that take turns
 
   Fiber& fiber(unsigned thread) { return *warps[thread / kWarpSize].fibers[thread % kWarpSize]; }
   bool owns(uintptr_t address) const {
@@ -159,6 +172,8 @@ struct Block {
   void drop_stacks();
 };
 
+inline bool checks_races = false;  // whether the version file is compiled to detect them
+
 // Checks a launch as the CUDA runtime does, and runs it: at once or, after begin_launches(), in
 // finish_launches(). Calls release(arguments) when they are no longer needed.
 cudaError_t run_launch(const Launch& launch, void (*release)(const void* arguments));
@@ -171,8 +186,23 @@ void begin_launches();
 // Runs the queued launches and returns the first error. If `error` is one, only returns it.
 cudaError_t finish_launches(cudaError_t error);
 
-// Called in a kernel: runs the launch before it.
+// Called in a kernel: runs the launch before it, and lets the next one start.
 void wait_for_previous();
+void allow_next();
+
+// Called in a kernel: a fence, and the scope of the next atomic operation. A kernel that is not
+// compiled to detect races needs neither.
+void fence(Scope scope);
+void set_scope(Scope scope);
+
+// A thread has read a word, or failed to change it, and may do so until another one has. The second
+// time in a row, or if the word is null, it lets others run. If none can run that would change it, the launch fails.
+// `site` or, if it has no name, `code` is where.
+void note_poll(const void* word, uint64_t value, const Site& site, const void* code = nullptr);
+// Lets other blocks run, if the blocks of the grid take turns. waits: whether this one waits for them.
+void let_other_blocks_run(Block& block, bool waits);
+// Counts a poll. Ends the thread if no running block can change what it polls.
+void end_if_hopeless(const Site& site, const void* code = nullptr);
 
 // Prints a line to standard error, prefixed with the block, the thread and the source line.
 int print(const char* file, int line, const char* format, ...);

@@ -85,7 +85,7 @@ bool never_ends(bool at_barrier) {
   if (cluster != nullptr) {
     fail_with(*cluster);
     const uint64_t events = count_events(*cluster);
-    if (std::exchange(in_flight.events, events) != events) in_flight.idle = 0;
+    if (std::exchange(in_flight.events, events) != events) in_flight.progress();
   }
   if (in_flight.idle == 0) in_flight.waits_for_barrier = false;
   in_flight.waits_for_barrier |= at_barrier;
@@ -128,19 +128,23 @@ using emulator::Locked;
 
 // ---- The cluster's barrier ----------------------------------------------------------------------
 
-void arrive_at_cluster(const emulator::Site& site) {
+void arrive_at_cluster(bool releases, const emulator::Site& site) {
   emulator::Fiber& self = emulator::this_fiber();
   if (self.cluster_arrivals++ != self.cluster_waits)
     cluster_failure(site, "the thread has not waited since it arrived");
   Cluster& cluster = *self.block->cluster;
   if (emulator::Races* const races = self.block->races) {
-    races->release(&cluster);
-    const emulator::Knowledge mine = races->knowledge(emulator::rank_of(*self.block));
+    const emulator::Knowledge mine =
+        releases ? races->knowledge() : races->fenced(emulator::Scope::kCluster);
+    races->advance();
     const Locked locked(cluster);
-    cluster.knowledge.merge(mine);
+    auto& barrier = cluster.barriers[self.cluster_arrivals % 2];
+    if (std::exchange(barrier.arrival, self.cluster_arrivals) != self.cluster_arrivals)
+      barrier.knowledge = {};
+    barrier.knowledge.merge(mine);
   }
   __atomic_fetch_add(&cluster.arrived, 1, __ATOMIC_RELEASE);
-  self.block->in_flight.idle = 0;
+  self.block->in_flight.progress();
 }
 
 uint64_t begin_cluster_wait(const emulator::Site& site) {
@@ -162,25 +166,18 @@ bool has_cluster_arrived(uint64_t due, const emulator::Site& site) {
                       cudaErrorLaunchTimeout);
     return false;
   }
-  block.in_flight.idle = 0;
+  block.in_flight.progress();
   if (block.races != nullptr) {
-    block.races->acquire(&cluster);
     const Locked locked(cluster);
-    block.races->learn(cluster.knowledge);
+    block.races->learn(cluster.barriers[emulator::this_fiber().cluster_waits % 2].knowledge);
   }
   return true;
 }
 
-void let_others_run() {
-  emulator::Block& block = *emulator::this_fiber().block;
-  block.in_flight.idle = 0;
-  if (block.cluster != nullptr) emulator::fail_with(*block.cluster);
-  sched_yield();
-}
-
 // ---- The shared memory of another block ---------------------------------------------------------
 
-void store_float_to_block(float* here, unsigned block, float value, const emulator::Site& site) {
+// Returns the byte of another block's shared memory that corresponds to `here`.
+unsigned char* block_memory(unsigned char* here, unsigned block, const emulator::Site& site) {
   const emulator::Block& self = *emulator::this_fiber().block;
   const emulator::Block* const other =
       block < self.launch->cluster ? __atomic_load_n(&self.cluster->blocks[block], __ATOMIC_ACQUIRE)
@@ -188,15 +185,26 @@ void store_float_to_block(float* here, unsigned block, float value, const emulat
   if (other == nullptr) not_running(site);
   if (!self.shared.has(here))
     cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
-  *self.shared.in_other(here, other->shared) = value;
+  return self.shared.in_other(here, other->shared);
+}
+
+void store_float_to_block(float* here, unsigned block, float value, const void* code,
+                          const emulator::Site& site) {
+  auto* const byte = block_memory(reinterpret_cast<unsigned char*>(here), block, site);
+  if (emulator::Races* const races = emulator::this_fiber().block->races)
+    races->access(byte, sizeof value, emulator::AccessKind::kWrite, code);
+  *reinterpret_cast<float*>(byte) = value;
 }
 
 void send(unsigned block, const emulator::BulkCopy& copy, const void* code) {
   emulator::Block& self = *emulator::this_fiber().block;
   emulator::Message message{copy, code, {}};
-  if (self.races != nullptr) message.knowledge = self.races->knowledge(emulator::rank_of(self));
+  if (self.races != nullptr) {
+    message.knowledge = self.races->knowledge();
+    self.races->advance();
+  }
   if (!self.cluster->send(block, message)) not_running(copy.site);
-  self.in_flight.idle = 0;
+  self.in_flight.progress();
 }
 
 void send_bytes(void* here, unsigned block, const unsigned* words, unsigned bytes, Barrier* barrier,
@@ -225,7 +233,7 @@ void send_bytes(void* here, unsigned block, const unsigned* words, unsigned byte
     self.races->release(barrier);
   }
   begin_copy(copy, code);
-  self.in_flight.idle = 0;
+  self.in_flight.progress();
 }
 
 void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site) {
@@ -251,11 +259,11 @@ void receive_messages() {
   }
   for (const emulator::Message& message : messages) {
     const emulator::BulkCopy& copy = message.copy;
-    take_message(message, rank);
-    block.in_flight.idle = 0;
+    take_message(message);
+    block.in_flight.progress();
     if (copy.bytes == 0) continue;
     if (block.races != nullptr)
-      block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge.of[rank],
+      block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge,
                                    copy.barrier);
     begin_copy(copy, message.code);
   }

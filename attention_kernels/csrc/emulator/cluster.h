@@ -38,7 +38,10 @@ struct Cluster {
       PTHREAD_MUTEX_INITIALIZER;  // of what follows, and of changes to the above
   bool ended[kMaxCluster]{};
   std::vector<Message> messages[kMaxCluster];
-  Knowledge knowledge;                        // of the threads that have arrived
+  struct {
+    unsigned arrival = 0;                     // of each thread, counted from 1
+    Knowledge knowledge;                      // of the threads that have arrived
+  } barriers[2];                              // an odd and an even one
   std::deque<std::array<unsigned, 4>> words;  // that have been sent
   struct {
     uint64_t events;  // when all of the block's threads had waited in vain, plus 1
@@ -64,40 +67,42 @@ bool never_ends(bool at_barrier);
 namespace attention::ptx {
 
 // Defined in cluster.cpp.
-void arrive_at_cluster(const emulator::Site& site);
+// releases: what the thread did comes before what others do after it, else only what it has fenced.
+void arrive_at_cluster(bool releases, const emulator::Site& site);
 uint64_t begin_cluster_wait(const emulator::Site& site);
 bool has_cluster_arrived(uint64_t due, const emulator::Site& site);
-void store_float_to_block(float* here, unsigned block, float value, const emulator::Site& site);
+unsigned char* block_memory(unsigned char* here, unsigned block, const emulator::Site& site);
+void store_float_to_block(float* here, unsigned block, float value, const void* code,
+                          const emulator::Site& site);
 void send(unsigned block, const emulator::BulkCopy& copy, const void* code);
 void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site);
 void send_bytes(void* here, unsigned block, const unsigned* words, unsigned bytes, Barrier* barrier,
                 const void* code, const emulator::Site& site);
 
 // Words that blocks exchange through global memory; see ptx.cuh.
-inline void store_word(unsigned long long* to, unsigned long long word) {
+ATTENTION_EMULATOR_INLINE void store_word(unsigned long long* to, unsigned long long word) {
   __atomic_store_n(to, word, __ATOMIC_RELAXED);
 }
-inline unsigned long long load_word(const unsigned long long* from) {
+ATTENTION_EMULATOR_INLINE unsigned long long load_word(const unsigned long long* from) {
   return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
-// Lets other threads and blocks run. Defined in cluster.cpp.
-void let_others_run();
-ATTENTION_EMULATOR_INLINE void poll_again() {
-  let_others_run();
-  yield();
+inline void poll_again(ATTENTION_EMULATOR_SITE) {
+  emulator::note_poll(nullptr, 0, {"poll_again", file, line});
 }
 
 // Each thread must alternate between arriving and waiting.
 inline void cluster_arrive(ATTENTION_EMULATOR_SITE) {
-  arrive_at_cluster({"cluster_arrive", file, line});
+  arrive_at_cluster(true, {"cluster_arrive", file, line});
 }
 ATTENTION_EMULATOR_INLINE void cluster_wait(ATTENTION_EMULATOR_SITE) {
   const emulator::Site site{"cluster_wait", file, line};
   const uint64_t due = begin_cluster_wait(site);
   while (!has_cluster_arrived(due, site)) yield();
 }
-inline void store_to_block(float* here, unsigned block, float value, ATTENTION_EMULATOR_SITE) {
-  store_float_to_block(here, block, value, {"store_to_block", file, line});
+__attribute__((noinline)) inline void store_to_block(float* here, unsigned block, float value,
+                                                     ATTENTION_EMULATOR_SITE) {
+  store_float_to_block(here, block, value, __builtin_return_address(0),
+                       {"store_to_block", file, line});
 }
 template <int kWords>
 __attribute__((noinline)) void send_words(void* here, unsigned block,

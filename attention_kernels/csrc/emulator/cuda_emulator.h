@@ -21,13 +21,15 @@
 //   ATTENTION_EMULATOR_POISON   hexadecimal word that fills shared memory, scratch and outputs
 //   ATTENTION_EMULATOR_TIMEOUT  seconds that a block may take: 60 by default; 0: no limit
 //
-// Limits: inline PTX, clock64() and cooperative groups are compile errors. Threads that wait at
-// different __syncthreads() are an error, as in CUDA's documentation, though hardware tolerates it.
+// Limits: clock64() is a compile error, and so is inline PTX that ptx.txt does not have. Threads that
+// wait at different __syncthreads() are an error, as in CUDA's documentation, though hardware tolerates it.
 // A shuffle orders memory accesses here, which CUDA does not promise: compiled with
-// -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that spins until
-// another one writes spins until the block's time is up, unless it calls poll_again(). A library of
+// -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that reads a plain word
+// until another one writes spins until the block's time is up, unless it calls poll_again() or
+// __nanosleep(); volatiles and atomics let others run. A library of
 // emulated kernels must not define a thread_local of its own, nor link one from a static C++ library
-// (see Library).
+// (see Library). Where races are looked for, what an inline function of these headers accesses counts
+// as the kernel's own: apart from the block and its threads it may touch no memory of the emulator's.
 
 #pragma once
 
@@ -41,6 +43,12 @@
 #include "block.h"
 
 #pragma GCC visibility push(hidden)
+
+#ifdef ATTENTION_EMULATOR_RACES
+namespace attention::emulator {
+[[maybe_unused]] static const bool is_checked = checks_races = true;
+}
+#endif
 
 // ---- Qualifiers and built-in variables ----------------------------------------------------------
 
@@ -183,8 +191,14 @@ ATTENTION_EMULATOR_INLINE T __shfl_xor_sync(unsigned mask, T value, int lane_mas
 ATTENTION_EMULATOR_NO_CLOCK long long clock64();
 #undef ATTENTION_EMULATOR_NO_CLOCK
 
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_block() { __threadfence(); }
+inline void __threadfence() { attention::emulator::fence(attention::emulator::Scope::kDevice); }
+inline void __threadfence_system() { __threadfence(); }
+inline void __threadfence_block() {
+  attention::emulator::fence(attention::emulator::Scope::kBlock);
+}
+inline void __nanosleep(unsigned, ATTENTION_EMULATOR_SITE) {
+  attention::emulator::note_poll(nullptr, 0, {"__nanosleep", file, line});
+}
 [[noreturn]] inline void __trap(ATTENTION_EMULATOR_SITE) {
   attention::emulator::fail(cudaErrorLaunchFailure,
                             attention::emulator::Site{"__trap", file, line}.text());
@@ -209,50 +223,85 @@ ATTENTION_EMULATOR_ACCESS(__ldcs, __stcs)
 
 namespace attention::emulator {
 
-// Blocks run on several OS threads, so this must be atomic on the host. Returns the old value.
+// Blocks run on several OS threads, so this must be atomic on the host. Returns the old value. With a
+// site, a thread that repeats it in vain lets others run.
 template <typename T, typename Function>
-ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Function function) {
+ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Function function,
+                                          Scope scope = Scope::kDevice,
+                                          const Site& site = {nullptr, nullptr, 0}) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
-  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t,
-                                  std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
-  typedef Bits __attribute__((may_alias)) Word;
-  auto* const word = reinterpret_cast<Word*>(address);
-  Bits before = __atomic_load_n(word, __ATOMIC_RELAXED);
+  using Bits = Word<sizeof(T)>;
+  typedef Bits __attribute__((may_alias)) Aliasing;
+  auto* const word = reinterpret_cast<Aliasing*>(address);
+  // The sanitizer's functions know by its order that this is a part of what follows.
+  Bits before = __atomic_load_n(word, __ATOMIC_CONSUME);
   for (;;) {
     T old_value;
     std::memcpy(&old_value, &before, sizeof(T));
     const T new_value = function(old_value);
     Bits after;
     std::memcpy(&after, &new_value, sizeof(T));
+    if (scope != Scope::kDevice) set_scope(scope);
     if (__atomic_compare_exchange_n(word, &before, after, false, __ATOMIC_RELAXED,
-                                    __ATOMIC_RELAXED))
+                                    __ATOMIC_RELAXED)) {
+      if (after == before && site.name != nullptr) note_poll(address, before, site);
       return old_value;
+    }
   }
+}
+
+// Loads a word that others change, which a thread may repeat until one has.
+template <int kOrder, typename T>
+ATTENTION_EMULATOR_INLINE T load_atomic(const T* from, Scope scope,
+                                        [[maybe_unused]] const Site& site) {
+#ifndef __SANITIZE_THREAD__  // the sanitizer's functions do this
+  note_poll(from, __atomic_load_n(from, __ATOMIC_RELAXED), site);
+#endif
+  if (scope != Scope::kDevice) set_scope(scope);
+  return __atomic_load_n(from, kOrder);
 }
 
 }  // namespace attention::emulator
 
-#define ATTENTION_EMULATOR_ATOMIC(name, expression)                                             \
-  template <typename T>                                                                         \
-  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> value) {                   \
-    return attention::emulator::atomic_update(address, [&](T old) -> T { return expression; }); \
+// Each also with the scope of the block, and of the system, which includes only one device here.
+// A maximum that changes nothing is no reason to wait.
+#define ATTENTION_EMULATOR_SCOPED(name, scope, polls, expression)                              \
+  template <typename T>                                                                        \
+  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> value,                    \
+                                   ATTENTION_EMULATOR_SITE) {                                  \
+    return attention::emulator::atomic_update(address, [&](T old) -> T { return expression; }, \
+                                              attention::emulator::Scope::scope,               \
+                                              {polls ? #name : nullptr, file, line});          \
   }
-ATTENTION_EMULATOR_ATOMIC(atomicAdd, old + value)
-ATTENTION_EMULATOR_ATOMIC(atomicSub, old - value)
-ATTENTION_EMULATOR_ATOMIC(atomicMax, old < value ? value : old)
-ATTENTION_EMULATOR_ATOMIC(atomicMin, value < old ? value : old)
-ATTENTION_EMULATOR_ATOMIC(atomicAnd, old& value)
-ATTENTION_EMULATOR_ATOMIC(atomicOr, old | value)
-ATTENTION_EMULATOR_ATOMIC(atomicXor, old ^ value)
-ATTENTION_EMULATOR_ATOMIC(atomicExch, (void(old), value))
+#define ATTENTION_EMULATOR_ATOMIC(name, polls, expression)             \
+  ATTENTION_EMULATOR_SCOPED(name, kDevice, polls, expression)          \
+  ATTENTION_EMULATOR_SCOPED(name##_system, kDevice, polls, expression) \
+  ATTENTION_EMULATOR_SCOPED(name##_block, kBlock, polls, expression)
+ATTENTION_EMULATOR_ATOMIC(atomicAdd, true, old + value)
+ATTENTION_EMULATOR_ATOMIC(atomicSub, true, old - value)
+ATTENTION_EMULATOR_ATOMIC(atomicMax, false, old < value ? value : old)
+ATTENTION_EMULATOR_ATOMIC(atomicMin, false, value < old ? value : old)
+ATTENTION_EMULATOR_ATOMIC(atomicAnd, true, old& value)
+ATTENTION_EMULATOR_ATOMIC(atomicOr, true, old | value)
+ATTENTION_EMULATOR_ATOMIC(atomicXor, true, old ^ value)
+ATTENTION_EMULATOR_ATOMIC(atomicExch, true, (void(old), value))
+ATTENTION_EMULATOR_ATOMIC(atomicInc, true, old >= value ? T(0) : T(old + 1))
+ATTENTION_EMULATOR_ATOMIC(atomicDec, true, old == 0 || old > value ? value : T(old - 1))
 #undef ATTENTION_EMULATOR_ATOMIC
+#undef ATTENTION_EMULATOR_SCOPED
 
-template <typename T>
-ATTENTION_EMULATOR_INLINE T atomicCAS(T* address, std::common_type_t<T> expected,
-                                      std::common_type_t<T> value) {
-  return attention::emulator::atomic_update(address,
-                                            [&](T old) { return old == expected ? value : old; });
-}
+#define ATTENTION_EMULATOR_CAS(name, scope)                                                \
+  template <typename T>                                                                    \
+  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> expected,             \
+                                   std::common_type_t<T> value, ATTENTION_EMULATOR_SITE) { \
+    return attention::emulator::atomic_update(                                             \
+        address, [&](T old) { return old == expected ? value : old; },                     \
+        attention::emulator::Scope::scope, {#name, file, line});                           \
+  }
+ATTENTION_EMULATOR_CAS(atomicCAS, kDevice)
+ATTENTION_EMULATOR_CAS(atomicCAS_system, kDevice)
+ATTENTION_EMULATOR_CAS(atomicCAS_block, kBlock)
+#undef ATTENTION_EMULATOR_CAS
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
@@ -451,8 +500,9 @@ template <typename Kernel, typename... Arguments>
 cudaError_t launch_any(bool is_early, bool is_at_once, Kernel* kernel, dim3 grid, int cluster,
                        dim3 block, size_t smem_bytes, Arguments... arguments) {
   using Call = decltype(make_call(kernel, arguments...));
-  emulator::Launch launch{grid, block, smem_bytes, run_call<Call>,
-                          new Call(make_call(kernel, arguments...))};
+  emulator::Launch launch{
+      grid,        block, smem_bytes, run_call<Call>, new Call(make_call(kernel, arguments...)),
+      sizeof(Call)};
   launch.cluster = cluster;
   launch.is_early = is_early;
   launch.is_at_once = is_at_once;
@@ -498,9 +548,3 @@ cudaError_t complete(Launches launches) {
 }  // namespace attention
 
 #pragma GCC visibility pop
-
-// Applies to kernels and everything included after this file.
-#define asm                                                                     \
-  static_assert(false,                                                          \
-                "the CPU emulator has no inline PTX: put the instruction in a " \
-                "function with a plain twin under #ifdef ATTENTION_EMULATOR");

@@ -108,6 +108,14 @@ using nv_bfloat162 = __nv_bfloat162;
   inline type2 __float22##name2##_rn(float2 v) { return {v.x, v.y}; }     \
   inline float2 __##name2##2float2(type2 v) { return {v.x, v.y}; }        \
   inline type2 __##name##2##name2(type x) { return {x, x}; }              \
+  inline type __low2##name(type2 v) { return v.x; }                       \
+  inline type __high2##name(type2 v) { return v.y; }                      \
+  inline type2 __low2##name2(type2 v) { return {v.x, v.x}; }              \
+  inline type2 __high2##name2(type2 v) { return {v.y, v.y}; }             \
+  inline type2 __lows2##name2(type2 v, type2 w) { return {v.x, w.x}; }    \
+  inline type2 __highs2##name2(type2 v, type2 w) { return {v.y, w.y}; }   \
+  inline int __##name##2int_rn(type x) { return __float2int_rn(x); }      \
+  inline type __int2##name##_rn(int x) { return x; }                      \
   inline unsigned short __##name##_as_ushort(type x) { return x.bits; }   \
   inline type __ushort_as_##name(unsigned short x) {                      \
     return attention::emulator::bit_cast<type>(x);                        \
@@ -150,6 +158,50 @@ attention::emulator::Float16x2<Format> __hfma2(attention::emulator::Float16x2<Fo
                                                attention::emulator::Float16x2<Format> c) {
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
+// Functions of one number and of a pair; comparisons, which are false if one is a NaN.
+#define ATTENTION_EMULATOR_UNARY(name, expression)           \
+  template <typename Format>                                 \
+  auto name(attention::emulator::Float16<Format> v) {        \
+    const float x = v;                                       \
+    return attention::emulator::Float16<Format>(expression); \
+  }
+#define ATTENTION_EMULATOR_UNARIES(name, name2, expression)                                \
+  ATTENTION_EMULATOR_UNARY(name, expression)                                               \
+  template <typename Format>                                                               \
+  attention::emulator::Float16x2<Format> name2(attention::emulator::Float16x2<Format> v) { \
+    return {name(v.x), name(v.y)};                                                         \
+  }
+ATTENTION_EMULATOR_UNARIES(__hneg, __hneg2, -x)
+ATTENTION_EMULATOR_UNARIES(__habs, __habs2, std::fabs(x))
+ATTENTION_EMULATOR_UNARIES(hexp, h2exp, std::exp(x))
+ATTENTION_EMULATOR_UNARIES(hexp2, h2exp2, std::exp2(x))
+ATTENTION_EMULATOR_UNARIES(hlog, h2log, std::log(x))
+ATTENTION_EMULATOR_UNARIES(hlog2, h2log2, std::log2(x))
+ATTENTION_EMULATOR_UNARIES(hrcp, h2rcp, 1 / x)
+ATTENTION_EMULATOR_UNARIES(hsqrt, h2sqrt, std::sqrt(x))
+ATTENTION_EMULATOR_UNARIES(hrsqrt, h2rsqrt, 1 / std::sqrt(x))
+ATTENTION_EMULATOR_UNARIES(htanh, h2tanh, std::tanh(x))
+#undef ATTENTION_EMULATOR_UNARIES
+#undef ATTENTION_EMULATOR_UNARY
+
+#define ATTENTION_EMULATOR_COMPARISON(name, expression)                                            \
+  template <typename Format>                                                                       \
+  bool __h##name(attention::emulator::Float16<Format> v, attention::emulator::Float16<Format> w) { \
+    const float a = v, b = w;                                                                      \
+    return expression;                                                                             \
+  }
+ATTENTION_EMULATOR_COMPARISON(eq, a == b)
+ATTENTION_EMULATOR_COMPARISON(ne, a<b || a> b)
+ATTENTION_EMULATOR_COMPARISON(lt, a < b)
+ATTENTION_EMULATOR_COMPARISON(le, a <= b)
+ATTENTION_EMULATOR_COMPARISON(gt, a > b)
+ATTENTION_EMULATOR_COMPARISON(ge, a >= b)
+#undef ATTENTION_EMULATOR_COMPARISON
+template <typename Format>
+bool __hisnan(attention::emulator::Float16<Format> v) {
+  return std::isnan(float(v));
+}
+
 template <typename Format>
 float __low2float(attention::emulator::Float16x2<Format> v) {
   return v.x;

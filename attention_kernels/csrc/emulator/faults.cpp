@@ -228,7 +228,8 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   Block* const block = block_of(machine);
   if (block != nullptr && !std::exchange(block->signals.faulted, true)) {
     block->signals.fault = *info;
-    block->signals.code = static_cast<uintptr_t>(code_of(machine));
+    block->signals.code =
+        block->access != 0 ? block->access - 1 : static_cast<uintptr_t>(code_of(machine));
     redirect(machine, *block->warp->fibers[block->lane], &after_fault);
   } else if (!pass_on(previous_actions[signal], signal, info, context)) {
     sigaction(signal, &previous_actions[signal], nullptr);  // the instruction faults again
@@ -258,7 +259,7 @@ inline bool must_stop(Block& block, uintptr_t code) {
   if (signals.stopped || block.error != cudaSuccess || code - library.code >= library.code_bytes) {
     return false;
   }
-  signals.code = code;
+  signals.code = block.access != 0 ? block.access - 1 : code;
   return signals.stopped = true;
 }
 

@@ -49,6 +49,8 @@ constexpr uintptr_t kEntryOffset = 16;
 
 struct Block;
 
+struct ThreadExit {};  // what PTX's exit throws
+
 // While this exists, subnormal floats on this OS thread are flushed to 0, or kept.
 class Subnormals {
  public:

@@ -1,7 +1,10 @@
 // The grid: a launch's settings and checks, and its blocks, run by several OS threads.
 
+#include <algorithm>
 #include <cmath>
+#include <condition_variable>
 #include <cstdlib>
+#include <deque>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -109,6 +112,16 @@ inline std::string wrong_setting() {
 
 // ---- Blocks -------------------------------------------------------------------------------------
 
+// Returns how many blocks of a launch the device runs at once: see
+// cudaOccupancyMaxActiveBlocksPerMultiprocessor().
+inline uint64_t resident_blocks_of(const Launch& launch) {
+  const Device device = Device::emulated();
+  const uint64_t threads = uint64_t{launch.block.x} * launch.block.y * launch.block.z;
+  return device.multiprocessors *
+         std::min<uint64_t>((device.shared_limit + 1024) / (launch.dynamic_shared + 1024),
+                            1024 / std::max<uint64_t>(threads, 1));
+}
+
 // The order in which blocks start. CUDA promises none, so a kernel whose blocks depend on each
 // other is wrong in one of these. Ascending unless ATTENTION_EMULATOR_ORDER says otherwise.
 struct BlockOrder {
@@ -130,6 +143,82 @@ struct BlockOrder {
   }
 };
 
+// Of blocks that all run at once and are checked for races, one runs at a time, in an order that
+// only the seed decides. The first in line runs until it waits or, now and then, has changed a word
+// that others may read; then it goes to the end of the line. One block is left out until all others
+// wait: who does not wait for it is ahead then.
+class Turns {
+ public:
+  Turns(uint64_t blocks, uint64_t seed) : missing(blocks), random(seed) {}
+
+  void begin(Block& block) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (has_given_up) return;
+    line.push_back(&block);
+    if (--missing == 0) {
+      std::sort(line.begin(), line.end(), [](auto* a, auto* b) { return a->number < b->number; });
+      for (size_t i = line.size(); i > 1; --i)
+        std::swap(line[i - 1], line[next_random(random) % i]);
+      if (line.size() > 2) leave_out_last();
+      call_next();
+    }
+    wait(block, lock);
+  }
+  void pass(Block& block, bool waits) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (line.empty() && left_out == nullptr) return;
+    in_vain = waits ? in_vain + 1 : 0;
+    line.push_back(&block);
+    block.has_turn = false;
+    if (left_out == nullptr && !waits && line.size() > 2 && next_random(random) % 16 == 0)
+      leave_out_last();
+    call_next();
+    wait(block, lock);
+  }
+  // Blocks that wait to begin do so: some have no OS thread.
+  void give_up() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    has_given_up = true;
+    for (Block* const block : line) block->has_turn = true;
+    line.clear();
+    changed.notify_all();
+  }
+  void end(Block& block) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    block.has_turn = false;
+    in_vain = 0;
+    if (!line.empty() || left_out != nullptr) call_next();
+  }
+
+ private:
+  void leave_out_last() {
+    left_out = line.back();
+    line.pop_back();
+  }
+  void call_next() {
+    if (left_out != nullptr && (line.empty() || in_vain > 4 * line.size())) {
+      line.insert(line.begin(), std::exchange(left_out, nullptr));
+      in_vain = 0;
+    }
+    line.front()->has_turn = true;
+    line.erase(line.begin());
+    changed.notify_all();
+  }
+  void wait(Block& block, std::unique_lock<std::mutex>& lock) {
+    const unsigned ticks = block.signals.ticks;  // without those of the others
+    changed.wait(lock, [&] { return block.has_turn; });
+    block.signals.ticks = ticks;
+  }
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Block*> line;
+  Block* left_out = nullptr;
+  size_t in_vain = 0;  // turns since a block has done more than wait
+  bool has_given_up = false;
+  uint64_t missing, random;
+};
+
 // The blocks of a launch, run by any number of OS threads; with clusters, by one thread per block
 // of a cluster, so that all unfinished blocks of the first unfinished cluster run at once; or by one
 // thread per block of the grid, if all blocks must run at once. A block that has started runs to its
@@ -139,12 +228,20 @@ struct GridRun {
   const uint64_t blocks;
   const uint64_t cluster;
   const BlockOrder order, within;  // of clusters, and of blocks within one
+  const uint64_t most_resident;    // blocks that the device runs at once
   std::vector<Cluster> clusters;
   std::atomic<uint64_t> next{0};
   std::mutex mutex;
   uint64_t failed;  // its place in the order
   cudaError_t error = cudaSuccess;
   std::string message;
+  std::deque<std::thread> others;  // OS threads
+  std::optional<Turns> turns;
+
+  // Of blocks that poll words in vain. A round ends when all that run have since the last event.
+  std::mutex polling;  // of what follows
+  std::atomic<uint64_t> events{0}, running{0};
+  uint64_t last_events = 0, round = 1, rounds = 0, stuck = 0;
 
   explicit GridRun(const Launch& l)
       : launch(l),
@@ -152,9 +249,12 @@ struct GridRun {
         cluster(std::max(l.cluster, 1u)),
         order(l, blocks / cluster),
         within(l, cluster),
+        most_resident(resident_blocks_of(l)),
         clusters(l.cluster > 0 ? blocks / cluster : 0),
         failed(blocks) {
     launch.clusters = clusters.data();
+    launch.run = this;
+    if (checks_races && l.is_at_once) turns.emplace(blocks, l.seed);
   }
 
   uint64_t block_at(uint64_t place) const {
@@ -184,7 +284,15 @@ struct GridRun {
       std::optional<Ticker> ticker;
       if (launch.tick_limit != 0 || InterruptCounter::counts()) ticker.emplace();
       for (uint64_t place; (place = next++) < blocks;) {
-        if (!block->run(block_at(place)) && block->error != emulatorErrorCluster)
+        ++running, ++events;
+        if (turns) {
+          block->number = block_at(place);
+          turns->begin(*block);
+        }
+        const bool is_right = block->run(block_at(place));
+        if (turns) turns->end(*block);
+        --running, ++events;
+        if (!is_right && block->error != emulatorErrorCluster)
           fail(place, block->error, block->message);
       }
       if (block->stacks_overflowed())
@@ -193,6 +301,47 @@ struct GridRun {
       fail(blocks, cudaErrorMemoryAllocation, exception.what());
     }
     if (block != nullptr) Blocks::instance().release(block);
+  }
+
+  // Waits for the other OS threads. They may start more.
+  void join_others() {
+    for (size_t i = 0;; ++i) {
+      std::thread* other;
+      {
+        const std::lock_guard<std::mutex> lock(polling);
+        if (i == others.size()) return;
+        other = &others[i];
+      }
+      other->join();
+    }
+  }
+
+  // Starts OS threads until there are `count`, and the caller's. Returns false if it fails. `polling`
+  // must be locked.
+  bool start_others(uint64_t count) {
+    try {
+      while (others.size() < count)
+        others.emplace_back(&GridRun::thread_main, static_cast<void*>(this));
+    } catch (const std::system_error&) {
+      return false;
+    }
+    return true;
+  }
+
+  // Called when a block's threads have all polled in vain, some times. Returns whether no running block can end that. Others
+  // start if they are resident at the same time.
+  bool is_hopeless(Block& block) {
+    const std::lock_guard<std::mutex> lock(polling);
+    block.in_flight.rotations = 0;
+    if (std::exchange(last_events, events) != events) ++round, rounds = stuck = 0;
+    if (std::exchange(block.stuck_round, round) == round || ++stuck < running) return false;
+    ++round, stuck = 0;
+    if (++rounds < 3) return false;  // a block may have changed a word after others had read it
+    if (next >= blocks || running < cluster || running + cluster > most_resident ||
+        error != cudaSuccess)
+      return true;
+    const uint64_t more = std::min<uint64_t>(running, most_resident - running) / cluster * cluster;
+    return !start_others(others.size() + std::min(more, blocks - next));
   }
 
   // For std::thread. Its template instances are visible to other libraries, so their arguments must
@@ -226,6 +375,14 @@ inline Outcome check(Launch& launch, uint64_t& workers) {
                                                " blocks of a grid of " + text(grid) +
                                                " are not possible"};
   }
+  const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
+  if (launch.is_at_once && blocks > resident_blocks_of(launch)) {
+    return {cudaErrorCooperativeLaunchTooLarge,
+            std::to_string(blocks) + " blocks do not run at once on a device of " +
+                std::to_string(Device::emulated().multiprocessors) +
+                " multiprocessors (ATTENTION_EMULATOR_MULTIPROCESSORS), which has room for " +
+                std::to_string(resident_blocks_of(launch))};
+  }
   if (launch.dynamic_shared > launch.shared_limit) {
     return {cudaErrorInvalidValue, std::to_string(launch.dynamic_shared) +
                                        " bytes of dynamic shared memory are more than the " +
@@ -247,19 +404,21 @@ inline Outcome run_grid(Launch launch) {
   launch.interrupts = interrupts.count;
 
   GridRun run(launch);
-  if (launch.cluster > 1) workers = launch.is_at_once ? run.blocks : launch.cluster;
-  std::vector<std::thread> others;
-  try {
-    while (others.size() + 1 < std::min(workers, run.blocks)) {
-      others.emplace_back(&GridRun::thread_main, static_cast<void*>(&run));
-    }
-  } catch (const std::system_error&) {  // use the threads that could be started
+  if (launch.is_at_once)
+    workers = run.blocks;
+  else if (launch.cluster > 1)
+    workers = launch.cluster;
+  // Use the threads that could be started, except for blocks that must run at the same time.
+  bool are_enough;
+  {
+    const std::lock_guard<std::mutex> lock(run.polling);
+    are_enough = run.start_others(std::min(workers, run.blocks) - 1);
   }
-  if (launch.cluster > 1 && others.size() + 1 < std::min(workers, run.blocks)) {
-    run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for the blocks of a cluster");
-  }
+  if (!are_enough && (launch.cluster > 1 || launch.is_at_once))
+    run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for blocks that run at once");
+  if (!are_enough && run.turns) run.turns->give_up();
   run.work();
-  for (std::thread& other : others) other.join();
+  run.join_others();
   return {run.error, run.message};
 }
 
@@ -273,11 +432,28 @@ struct PreviousLaunch {
   std::mutex mutex;
   bool has_run = false;
   Outcome outcome;
+  LaunchOrder order;
+  PreviousLaunch* before = nullptr;  // of the same call, if there is one
 
   PreviousLaunch(const Launch& l, void (*r)(const void*)) : launch(l), release(r) {
     launch.waited = &waited;
+    launch.in_stream = &order;
   }
   ~PreviousLaunch() { release(launch.arguments); }
+
+  // The launch is the `index`-th of a call that begins after launch `before_call`.
+  void begin(uint32_t before_call, uint32_t index, PreviousLaunch* earlier) {
+    order.number = before_call + 1 + index;
+    order.before_call = before_call;
+    before = earlier;
+    register_launch(order, true);
+  }
+  // What has ended when the launch begins, if that is known.
+  uint32_t begins_after() const {
+    if (!launch.is_early) return order.number - 1;
+    if (before == nullptr) return order.before_call - 1;
+    return before->has_run ? before->order.allows : 0;
+  }
   PreviousLaunch(const PreviousLaunch&) = delete;
 
   // Runs the launch on the first call. It gets its own OS thread if the caller's holds the static
@@ -295,7 +471,17 @@ struct PreviousLaunch {
 
   static void thread_main(void* self) {
     auto& it = *static_cast<PreviousLaunch*>(self);
+    LaunchOrder& order = it.order;
+    order.begins_after = it.begins_after();
     it.outcome = run_grid(it.launch);
+    order.begins_after = it.begins_after();
+    // A block that does not know more lets the next launch start as early as it has started.
+    if (order.allows < order.number - 1 && order.allows < order.begins_after)
+      order.allows = order.begins_after;
+    if (it.outcome.error == cudaSuccess && order.begins_after != 0 &&
+        order.deferred > order.begins_after)
+      it.outcome = {cudaErrorLaunchFailure, order.message};
+    register_launch(order, false);
     if (it.outcome.error == cudaSuccess && it.launch.is_early && !it.waited) {
       it.outcome = {cudaErrorLaunchFailure,
                     "a kernel that is launched early ended, and none of its threads called "
@@ -345,6 +531,14 @@ inline const Outcome& run_overlapping(const std::unique_ptr<PreviousLaunch>* lau
   return (*std::find_if(launches, launches + count - 1, failed))->outcome;
 }
 
+// While one exists, its launches run.
+struct Call {
+  const uint32_t before;  // the number of the last launch before it
+  explicit Call(size_t launches) : before(begin_call(static_cast<uint32_t>(launches))) {}
+  ~Call() { end_call(); }
+  Call(const Call&) = delete;
+};
+
 cudaError_t finish_launches(cudaError_t error) {
   PutOff& all = PutOff::instance();
   PutOff::Launches launches;
@@ -353,6 +547,9 @@ cudaError_t finish_launches(cudaError_t error) {
     launches = std::move(all.launches.extract(std::this_thread::get_id()).mapped());
   }
   if (error != cudaSuccess) return error;
+  const Call call(launches.size());
+  for (size_t i = 0; i < launches.size(); ++i)
+    launches[i]->begin(call.before, i, i > 0 ? launches[i - 1].get() : nullptr);
   for (size_t first = 0, end; first < launches.size(); first = end) {
     end = first + 1;
     while (end < launches.size() && launches[end]->launch.is_early) ++end;
@@ -375,6 +572,8 @@ cudaError_t run_launch(const Launch& launch, void (*release)(const void* argumen
     if (wrong.error == cudaSuccess) launches->push_back(std::move(one));
     return blocks.report(wrong.error, wrong.message);
   }
+  const Call call(1);
+  one->begin(call.before, 0, nullptr);
   const Outcome& outcome = one->run(/*on_own_thread=*/false);
   return blocks.report(outcome.error, outcome.message);
 }
@@ -384,11 +583,47 @@ void wait_for_previous() {
   if (block.launch->waited != nullptr)
     __atomic_store_n(block.launch->waited, true, __ATOMIC_RELAXED);
   PreviousLaunch* const previous = block.launch->previous;
-  if (previous == nullptr) return;
+  if (previous == nullptr) {
+    if (block.races != nullptr) block.races->wait_for_previous();
+    return;
+  }
   const unsigned ticks = block.signals.ticks;  // without those of the other launch
   const Outcome& outcome = previous->run(/*on_own_thread=*/true);
   block.signals.ticks = ticks;
   if (outcome.error != cudaSuccess) fail(outcome.error, outcome.message.c_str());
+  if (block.races != nullptr) block.races->wait_for_previous();
+}
+
+void let_other_blocks_run(Block& block, bool waits) {
+  if (block.launch->run->turns) block.launch->run->turns->pass(block, waits);
+}
+
+void note_event(const Launch& launch) {
+  this_fiber().block->in_flight.progress();
+  ++launch.run->events;
+}
+
+void end_if_hopeless(const Site& site, const void* code) {
+  Block& block = *this_fiber().block;
+  GridRun& run = *block.launch->run;
+  if (__atomic_load_n(&run.error, __ATOMIC_RELAXED) != cudaSuccess)
+    fail(emulatorErrorCluster, "another block of the grid has failed");
+  if (block.in_flight.rotations < 8 || !run.is_hopeless(block)) return;
+  const uint64_t left = run.blocks - std::min<uint64_t>(run.next, run.blocks);
+  std::string what = site.name != nullptr ? site.text().text : "a load";
+  if (site.name == nullptr) what += place(reinterpret_cast<uintptr_t>(code) - 1);
+  what += " is repeated for ever: ";
+  if (left == 0) {
+    what += "what it waits for is changed by none of the " + std::to_string(run.running) +
+            " running blocks, all of which wait";
+  } else {
+    what += "all " + std::to_string(run.running) + " running blocks wait, and the other " +
+            std::to_string(left) + " of the grid cannot start: a device of " +
+            std::to_string(Device::emulated().multiprocessors) +
+            " multiprocessors (ATTENTION_EMULATOR_MULTIPROCESSORS) has room for " +
+            std::to_string(run.most_resident) + " of these blocks at once";
+  }
+  fail(cudaErrorLaunchTimeout, (what + waiting_threads(block)).c_str());
 }
 
 }  // namespace attention::emulator

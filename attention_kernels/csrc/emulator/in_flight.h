@@ -53,6 +53,7 @@ struct TileStore {
   CUtensorMap_st map;
   int at[4];
   Site site;
+  const void* code;
 };
 
 // One of the barriers with a number.
@@ -89,6 +90,7 @@ class AsyncView {
   bool has_seen(const SharedMemory& shared, uint32_t poison, const void* from, size_t bytes) {
     open(shared, poison);
     const size_t offset = static_cast<const unsigned char*>(from) - shared.dynamic;
+    if (offset >= shared.dynamic_bytes) return true;  // not known of static arrays
     return std::memcmp(&seen[offset], from, bytes) == 0;
   }
 
@@ -112,11 +114,16 @@ struct FencedRegisters {
 
 // The sums of products in flight of a warp. The threads' variables hold poison meanwhile.
 struct SumsInFlight {
-  float* variables[32];  // by lane
-  unsigned count;
+  float* variables[32];       // by lane, the first one
+  unsigned count;             // of a lane
   std::vector<float> values;  // by lane
   unsigned products = 0;      // in flight
   Site site;                  // of the first
+  std::vector<float*> each;   // by lane, unless they follow the first
+
+  float& variable(unsigned lane, unsigned i) const {
+    return each.empty() ? variables[lane][i] : *each[lane * count + i];
+  }
 };
 
 // A warp's part of a product in flight.
@@ -139,9 +146,9 @@ struct IssuedProduct {
 
 struct ProductsOfWarp {
   std::vector<Product> products;
-  std::vector<SumsInFlight> sums;
-  unsigned group = 0;  // the next one to be committed
-  size_t begun = 0;    // products
+  std::vector<SumsInFlight> sums, complete;  // complete: those of asm, which may have changed since
+  unsigned group = 0;                        // the next one to be committed
+  size_t begun = 0;                          // products
 };
 
 // Set by the recorder of accesses, which counts copies and products; else null. For a store, `to` is
@@ -160,9 +167,11 @@ struct InFlight {
   std::vector<std::vector<IssuedProduct>> issued;  // by warpgroup
   unsigned products_left = 0;
   std::vector<std::vector<FencedRegisters>> fenced;  // by thread
-  std::vector<unsigned> registers;                   // by warp; empty before the first change
+  std::vector<bool> lacks_fence;    // by thread: of asm, since its last sums were complete
+  std::vector<unsigned> registers;  // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;               // failed waits since anything has happened
+  unsigned rotations = 0;          // the same: how often all threads that can run have had a turn
   bool waits_for_barrier = false;  // whether one of them was for a barrier in shared memory
   uint64_t events = 0;             // of the cluster, at the last of them
 
@@ -177,10 +186,14 @@ struct InFlight {
     issued.clear();
     products_left = 0;
     fenced.clear();
+    lacks_fence.clear();
     registers.clear();
-    idle = 0;
+    idle = rotations = 0;
     events = 0;
   }
+
+  // Something has happened for which a thread may wait.
+  void progress() { idle = rotations = 0; }
 };
 
 }  // namespace attention::emulator

@@ -122,8 +122,9 @@ class fragment {
                     (m == 8 && n == 32 && k == 16),
                 "shapes are 16 x 16 x 16, 32 x 8 x 16 and 8 x 32 x 16");
   static_assert(kIsA || kIsB || std::is_same_v<Use, accumulator>);
-  static_assert(std::is_same_v<T, half> || (!kIsA && !kIsB && std::is_same_v<T, float>),
-                "the emulator has half, and float accumulators");
+  static_assert(std::is_same_v<T, half> || (std::is_same_v<T, __nv_bfloat16> && (kIsA || kIsB)) ||
+                    (!kIsA && !kIsB && std::is_same_v<T, float>),
+                "the emulator has half, bfloat16, and float accumulators");
   static_assert(kIsA || kIsB ? kIsRowMajor || std::is_same_v<Layout, col_major>
                              : std::is_void_v<Layout>);
 
@@ -248,9 +249,10 @@ void fill_fragment(fragment<Use, m, n, k, T, Layout>& f, std::common_type_t<T> v
   for (T& element : f.x) element = T(value);
 }
 
-template <typename Use, int m, int n, int k, typename Layout>
-ATTENTION_EMULATOR_INLINE void load_matrix_sync(fragment<Use, m, n, k, half, Layout>& f,
-                                                const half* memory, unsigned leading_dimension,
+template <typename Use, int m, int n, int k, typename T, typename Layout>
+ATTENTION_EMULATOR_INLINE void load_matrix_sync(fragment<Use, m, n, k, T, Layout>& f,
+                                                std::common_type_t<const T*> memory,
+                                                unsigned leading_dimension,
                                                 ATTENTION_EMULATOR_SITE) {
   attention::emulator::load_matrix(f, memory, leading_dimension, f.kLayout,
                                    {"load_matrix_sync", file, line});
@@ -279,10 +281,11 @@ ATTENTION_EMULATOR_INLINE void store_matrix_sync(std::common_type_t<T*> memory,
 }
 
 // d = a * b + c; d may be c.
-template <int m, int n, int k, typename LayoutA, typename LayoutB, typename D, typename C>
+template <int m, int n, int k, typename T, typename LayoutA, typename LayoutB, typename D,
+          typename C>
 ATTENTION_EMULATOR_INLINE void mma_sync(fragment<accumulator, m, n, k, D>& d,
-                                        const fragment<matrix_a, m, n, k, half, LayoutA>& a,
-                                        const fragment<matrix_b, m, n, k, half, LayoutB>& b,
+                                        const fragment<matrix_a, m, n, k, T, LayoutA>& a,
+                                        const fragment<matrix_b, m, n, k, T, LayoutB>& b,
                                         const fragment<accumulator, m, n, k, C>& c,
                                         ATTENTION_EMULATOR_SITE) {
   attention::emulator::meet(

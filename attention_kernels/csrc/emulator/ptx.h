@@ -31,6 +31,7 @@ __attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsi
   }
   check_use(barrier, site);
   if (block.races != nullptr) {
+    block.races->access(from, bytes, emulator::AccessKind::kFetch, __builtin_return_address(0));
     block.races->access(to, bytes, emulator::AccessKind::kCopy, __builtin_return_address(0));
     block.races->release(barrier);  // the copy's last action
   }
@@ -44,12 +45,9 @@ ATTENTION_EMULATOR_INLINE void copy_async(void* to, const void* from, CachePolic
 
 inline void prefetch(const void*) {}
 
-inline void proxy_fence() {
-  emulator::Block& block = *emulator::this_fiber().block;
-  block.in_flight.view.update(block.shared, block.launch->poison);
-  if (block.races != nullptr) block.races->fence();
-  show_barriers();
-}
+// Defined in tma.cpp. The second is for what later bulk copies read of global memory.
+void proxy_fence();
+void global_proxy_fence();
 
 // Defined in registers.cpp.
 bool has_registers(unsigned registers, bool raises, const emulator::Site& site);
@@ -95,26 +93,34 @@ struct MatrixRow {
 struct MatrixLoad {
   MatrixRow row;
   unsigned* x;
+  unsigned count;
   bool is_transposed;
 };
 
-// Each lane reads its row. The last one to arrive distributes the elements.
-ATTENTION_EMULATOR_INLINE void load(unsigned (&x)[4], const void* row, bool is_transposed,
-                                    const emulator::Site& site) {
+inline void check_row(const void* row, const emulator::Site& site) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
     emulator::fail(cudaErrorMisalignedAddress,
                    site.text() + ": a row does not begin at a multiple of 16 bytes");
   if (!emulator::this_fiber().block->shared.has(row))
     emulator::fail(cudaErrorIllegalAddress, site.text() + ": a row is not in shared memory");
-  MatrixLoad load{{}, x, is_transposed};
-  load.row = *static_cast<const MatrixRow*>(row);
+}
+
+// The first eight lanes for each matrix read a row. The last lane to arrive distributes the elements.
+template <int kCount>
+ATTENTION_EMULATOR_INLINE void load(unsigned (&x)[kCount], const void* row, bool is_transposed,
+                                    const emulator::Site& site) {
+  MatrixLoad load{{}, x, kCount, is_transposed};
+  if (emulator::this_fiber().thread % 32 < 8 * kCount) {
+    check_row(row, site);
+    load.row = *static_cast<const MatrixRow*>(row);
+  }
   emulator::meet({nullptr, 0, is_transposed, {&load}}, site,
                  [](const emulator::MatrixCalls& calls, const emulator::Site&) {
                    const auto of = [&](unsigned lane) {
                      return static_cast<const MatrixLoad*>(calls[lane]->fragments[0]);
                    };
                    for (unsigned lane = 0; lane < 32; ++lane) {
-                     for (unsigned i = 0; i < 4; ++i) {
+                     for (unsigned i = 0; i < of(0)->count; ++i) {
                        unsigned r[2] = {lane / 4, lane / 4},
                                 c[2] = {lane % 4 * 2, lane % 4 * 2 + 1};
                        if (of(0)->is_transposed) std::swap(r, c);
@@ -123,6 +129,36 @@ ATTENTION_EMULATOR_INLINE void load(unsigned (&x)[4], const void* row, bool is_t
                      }
                    }
                  });
+}
+
+struct MatrixStore {
+  const unsigned* x;
+  MatrixRow row;
+};
+
+// The reverse: the last lane to arrive collects the rows, and each is stored by the lane that has its
+// address.
+template <int kCount>
+ATTENTION_EMULATOR_INLINE void store(void* row, const unsigned (&x)[kCount], bool is_transposed,
+                                     const emulator::Site& site) {
+  const bool has_row = emulator::this_fiber().thread % 32 < 8 * kCount;
+  if (has_row) check_row(row, site);
+  MatrixStore store{x, {}};
+  emulator::meet({nullptr, kCount, is_transposed, {&store}}, site,
+                 [](const emulator::MatrixCalls& calls, const emulator::Site&) {
+                   const auto of = [&](unsigned lane) {
+                     return static_cast<MatrixStore*>(const_cast<void*>(calls[lane]->fragments[0]));
+                   };
+                   for (unsigned lane = 0; lane < 8 * calls[0]->leading_dimension; ++lane) {
+                     for (unsigned i = 0; i < 8; ++i) {
+                       unsigned r = lane % 8, c = i;
+                       if (calls[0]->layout != 0) std::swap(r, c);
+                       of(lane)->row.elements[i] =
+                           of(4 * r + c / 2)->x[lane / 8] >> 16 * (c % 2) & 0xffff;
+                     }
+                   }
+                 });
+  if (has_row) *static_cast<MatrixRow*>(row) = store.row;
 }
 ATTENTION_EMULATOR_INLINE void load_matrices(unsigned (&x)[4], const void* row,
                                              ATTENTION_EMULATOR_SITE) {
@@ -133,7 +169,7 @@ ATTENTION_EMULATOR_INLINE void load_matrices_transposed(unsigned (&x)[4], const 
   load(x, row, true, {"load_matrices_transposed", file, line});
 }
 
-inline void allow_next() {}
+inline void allow_next() { emulator::allow_next(); }
 ATTENTION_EMULATOR_INLINE void wait_for_previous() { emulator::wait_for_previous(); }
 
 }  // namespace attention::ptx

@@ -2,11 +2,9 @@
 
 #include "races.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <new>
 #include <string>
+#include <utility>
 
 #include "report.h"
 
@@ -14,37 +12,32 @@
 
 namespace attention::emulator {
 
-constexpr size_t kCellBytes = 2;
 constexpr char kNoFence[] = "without a proxy_fence() after it";
-
-template <typename T>
-T* zeros(size_t count) {
-  void* const memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  return static_cast<T*>(memory);
-}
 
 Races::Races(Block& of)
     : block(of),
       cells(zeros<Cell>((kSharedBytes + Library::instance().tls_bytes) / kCellBytes + 1)),
       clocks(zeros<uint32_t>(kMaxThreads * kMaxThreads)) {}
 
-void Knowledge::merge(const Knowledge& other) {
-  for (unsigned block = 0; block < kMaxCluster; ++block) {
-    const std::vector<uint32_t>& more = other.of[block];
-    std::vector<uint32_t>& mine = of[block];
-    if (mine.size() < more.size()) mine.resize(more.size());
-    for (unsigned thread = 0; thread < more.size(); ++thread)
-      mine[thread] = std::max(mine[thread], more[thread]);
-  }
-}
-
 void Races::begin_block() {
+  const LaunchOrder& order = *block.launch->in_stream;
   released.clear();
-  others = {};
+  floor = unfenced = {};
+  // If that is not known yet, what precedes the call may still run.
+  floor.complete = order.begins_after != 0 ? order.begins_after : order.before_call - 1;
+  of_thread.assign(block.threads, {});
+  has_news = has_allowed = false;
+  random = (block.number + 1) * 0x9e3779b97f4a7c15u + block.launch->seed;
   begin_interval();
   begun = ordered;
+}
+
+void Races::end_block() {
+  allow_next();
+  if (block.launch->cluster < 2) return;
+  // Another block gets it.
+  forget(block.shared.dynamic, block.shared.dynamic_bytes);
+  forget(block.shared.fixed, Library::instance().tls_bytes);
 }
 
 void Races::synchronize(unsigned first_thread, uint32_t lanes) {
@@ -52,8 +45,10 @@ void Races::synchronize(unsigned first_thread, uint32_t lanes) {
   const unsigned first = released.empty() ? first_thread : 0;
   const unsigned end = released.empty() ? first_thread + kWarpSize : block.threads;
   uint32_t all[kMaxThreads] = {};
+  Knowledge news;
   for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
     const unsigned thread = first_thread + __builtin_ctz(rest);
+    if (has_news) news.merge(of_thread[thread].news);
     for (unsigned of = first; of < end; ++of) all[of] = std::max(all[of], known(thread, of));
     all[thread] = now(thread);
   }
@@ -62,6 +57,7 @@ void Races::synchronize(unsigned first_thread, uint32_t lanes) {
     const unsigned thread = first_thread + __builtin_ctz(rest);
     std::copy(all + first, all + end, &known(thread, first));
     own[thread] = time;
+    if (has_news) of_thread[thread].news = news;
   }
 }
 
@@ -69,6 +65,9 @@ void Races::share(unsigned first_thread) {
   const unsigned self = this_fiber().thread;
   for (unsigned thread = first_thread; thread < first_thread + kWarpSize; ++thread)
     known(thread, self) = std::max(known(thread, self), now(self));
+  for (unsigned lane = 0; lane < kWarpSize && has_news; ++lane)
+    if (first_thread + lane < block.threads)
+      of_thread[first_thread + lane].news.merge(of_thread[self].news);
   own[self] = ++time;
 }
 
@@ -82,6 +81,7 @@ Races::Released& Races::at(const void* barrier) {
 void Races::release(const void* barrier) {
   const unsigned self = this_fiber().thread;
   std::vector<uint32_t>& clock = at(barrier).clock;
+  at(barrier).others.merge(of_thread[self].news);
   for (unsigned of = 0; of < block.threads; ++of) clock[of] = std::max(clock[of], known(self, of));
   clock[self] = now(self);
   own[self] = ++time;
@@ -92,25 +92,11 @@ void Races::acquire(const void* barrier) {
   const Released& one = at(barrier);
   for (unsigned of = 0; of < block.threads; ++of)
     known(self, of) = std::max(known(self, of), one.clock[of]);
-  others.merge(one.others);
+  learn(one.others);
 }
 
-Knowledge Races::knowledge(unsigned rank) const {
-  const unsigned self = this_fiber().thread;
-  Knowledge all = others;
-  std::vector<uint32_t>& mine = all.of[rank];
-  mine.resize(block.threads);
-  for (unsigned of = 0; of < block.threads; ++of)
-    mine[of] = std::max(ordered, clocks[self * kMaxThreads + of]);
-  mine[self] = now(self);
-  return all;
-}
-
-void Races::release_from_block(const void* barrier, const Knowledge& sender, unsigned rank) {
-  Released& one = at(barrier);
-  one.others.merge(sender);
-  const std::vector<uint32_t>& mine = sender.of[rank];
-  for (unsigned of = 0; of < mine.size(); ++of) one.clock[of] = std::max(one.clock[of], mine[of]);
+void Races::release_from_block(const void* barrier, const Knowledge& sender) {
+  at(barrier).others.merge(sender);
 }
 
 uint32_t Races::clock() const { return now(this_fiber().thread); }
@@ -120,7 +106,7 @@ bool Races::follows(unsigned thread, uint32_t clock) {
   return thread == self || clock <= ordered || known(self, thread) >= clock;
 }
 
-void Races::fence() {
+void Races::proxy_fence() {
   const unsigned self = this_fiber().thread;
   fences[self] = now(self);
   own[self] = ++time;
@@ -140,7 +126,10 @@ int Races::unfenced_writer(const void* memory, size_t bytes) {
 bool Races::conflict(const Access& before, const Access& next) {
   return before.clock > ordered && before.thread != next.thread &&
          (before.bytes & next.bytes) != 0 && known(next.thread, before.thread) < before.clock &&
-         (before.kind != AccessKind::kAtomic || next.kind != AccessKind::kAtomic);
+         !(is_strong(before.kind) && is_strong(next.kind) &&
+           // A volatile does not order lanes of a warp.
+           (before.kind == AccessKind::kAtomic || next.kind == AccessKind::kAtomic ||
+            before.thread / kWarpSize != next.thread / kWarpSize));
 }
 
 void Races::note_read(Cell& cell, const Access& read) {
@@ -162,13 +151,39 @@ uintptr_t Races::place_of(uintptr_t address) const {
   return first < Library::instance().tls_bytes ? first + kSharedBytes : ~uintptr_t{0};
 }
 
-void Races::access(const void* memory, size_t bytes, AccessKind kind, const void* code) {
+// Whether an address is of memory that other blocks may access and change: not of a thread's stack, of
+// a constant, nor what describes the launch.
+bool Races::is_global(uintptr_t address) const {
+  const auto is_of = [&](const void* object, size_t bytes) {
+    return address - reinterpret_cast<uintptr_t>(object) < bytes;
+  };
+  const Library& library = Library::instance();
+  return !block.owns(address) && address - library.begin >= library.constant_bytes &&
+         !is_of(&block, sizeof block) && !is_of(block.launch, sizeof *block.launch) &&
+         !is_of(block.launch->arguments, block.launch->argument_bytes);
+}
+
+void Races::delay() {
+  if (std::exchange(lets_others_run, false)) let_other_blocks_run(block, /*waits=*/false);
+  if (block.launch->order != Launch::kShuffle || draw() % 64 != 0) return;
+  Fiber& self = this_fiber();
+  Fiber* const to = block.yield();
+  if (to != &self) switch_context(self, *to);
+}
+
+bool Races::access(const void* memory, size_t bytes, AccessKind kind, const void* code) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
   const Library& library = Library::instance();
   const uintptr_t first = place_of(address);
-  if (first == ~uintptr_t{0}) return;
   const auto thread = static_cast<uint16_t>(this_fiber().thread);
   const auto from = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - library.code);
+  const bool is_shared = first != ~uintptr_t{0};
+  if (!is_shared) {
+    if (!is_global(address)) return false;
+    access_global(address, bytes, kind,
+                  is_strong(kind) ? of_thread[thread].next_scope : Scope::kDevice, from);
+    return true;
+  }
   Access next{now(thread), from, thread, 0, kind};
   for (uintptr_t at = first; at < first + bytes;) {
     uintptr_t end = at / kCellBytes * kCellBytes + kCellBytes;
@@ -176,7 +191,7 @@ void Races::access(const void* memory, size_t bytes, AccessKind kind, const void
     Cell& cell = cells[at / kCellBytes];
     next.bytes = ((1u << (end - at)) - 1) << at % kCellBytes;
     if (conflict(cell.write, next)) report(cell.write, next, address + (at - first));
-    if (kind == AccessKind::kRead || kind == AccessKind::kFetch) {
+    if (is_read(kind)) {
       note_read(cell, next);
     } else {
       for (const Access& read : cell.reads) {
@@ -190,12 +205,16 @@ void Races::access(const void* memory, size_t bytes, AccessKind kind, const void
     }
     at = end;
   }
+  if (block.launch->cluster > 1 && kind != AccessKind::kCopy && kind != AccessKind::kFetch)
+    access_global(address, bytes, kind, Scope::kDevice, from);  // other blocks may access it
+  return false;
 }
 
 void Races::copy_from_block(const void* memory, size_t bytes, const void* code,
-                            const std::vector<uint32_t>& sender, const void* barrier) {
+                            const Knowledge& sender, const void* barrier) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
   const unsigned self = this_fiber().thread;
+  const auto number = static_cast<uint32_t>(block.number);
   const auto from =
       static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - Library::instance().code);
   const Access next{now(self), from, static_cast<uint16_t>(self), 3, AccessKind::kCopy};
@@ -203,8 +222,7 @@ void Races::copy_from_block(const void* memory, size_t bytes, const void* code,
   for (uintptr_t at = first; at < first + bytes; at += kCellBytes) {
     Cell& cell = cells[at / kCellBytes];
     for (const Access& before : {cell.write, cell.reads[0], cell.reads[1], cell.reads[2]}) {
-      if (before.clock > begun &&
-          (before.thread >= sender.size() || sender[before.thread] < before.clock))
+      if (before.clock > begun && !sender.has(number, before.thread, before.clock))
         report(before, next, address + (at - first), /*is_from_block=*/true);
       if (lacks_fence(before))
         report(before, next, address + (at - first), /*is_from_block=*/true, kNoFence);
@@ -220,9 +238,6 @@ void Races::report(const Access& before, const Access& next, uintptr_t address, 
     return "lane " + std::to_string(access.thread % kWarpSize) + " of warp " +
            std::to_string(access.thread / kWarpSize);
   };
-  const auto is_read = [](const Access& access) {
-    return access.kind == AccessKind::kRead || access.kind == AccessKind::kFetch;
-  };
   // The return address comes just after the access.
   const auto at = [](const Access& access) {
     return place(Library::instance().code + access.code - 1);
@@ -236,8 +251,8 @@ void Races::report(const Access& before, const Access& next, uintptr_t address, 
                 " of static shared memory";
   const std::string what =
       "race: " + (is_from_block ? "another block" : lane(next)) +
-      (is_read(next) ? " reads " : " writes ") + where + at(next) + ", which " + lane(before) +
-      (is_read(before) ? " has read" : " has written") + at(before) + ", " + lacking;
+      (is_read(next.kind) ? " reads " : " writes ") + where + at(next) + ", which " + lane(before) +
+      (is_read(before.kind) ? " has read" : " has written") + at(before) + ", " + lacking;
   block.record(cudaErrorLaunchFailure, what.c_str());
   block.abandon();
 }

@@ -1,11 +1,12 @@
-// Races in shared memory: two threads of a block access the same bytes, at least one of them
-// writes, and nothing orders the accesses. Shuffles, votes and matrix products do not order them.
+// Races: two threads access the same bytes, at least one of them writes, and nothing orders the
+// accesses. Shuffles, votes and matrix products do not order them.
 //
 // A version file that is compiled with -fsanitize=thread calls races.cpp before every load and
 // store. Each access is compared with the last ones to the same bytes: it must be ordered after
-// them by __syncthreads(), by a __syncwarp() of both threads or by a barrier of ptx.h. Each thread
-// has a clock, which a synchronization advances, and knows up to which time each other thread's
-// accesses come before its own (a vector clock).
+// them. Each thread has a clock, which a synchronization advances, and knows up to which time other
+// threads' accesses come before its own (a vector clock). Of its own block it knows that of each
+// thread; of other blocks only what it has learned from them, by a barrier of the cluster or through
+// memory: see global_races.h.
 
 #pragma once
 
@@ -14,30 +15,26 @@
 #include <vector>
 
 #include "fiber.h"
+#include "global_races.h"
 
 #pragma GCC visibility push(hidden)
 
 namespace attention::emulator {
 
-// kCopy: by a bulk copy. kFetch: a read by a product, or by a copy from shared memory.
-enum class AccessKind : uint8_t { kRead, kWrite, kAtomic, kCopy, kFetch };
-
-constexpr unsigned kMaxCluster = 8;
-
-// By block of a cluster and by thread, the time up to which the thread's accesses come first.
-struct Knowledge {
-  std::vector<uint32_t> of[kMaxCluster];
-
-  void merge(const Knowledge& other);
-};
+constexpr size_t kCellBytes = 2;
 
 class Races {
  public:
   explicit Races(Block& of);
 
-  // Call begin_interval() when all threads pass a barrier, begin_block() when the block begins.
-  void begin_interval() { ordered = time++; }
+  // Call begin_interval() when all threads pass a barrier, begin_block() when the block begins and
+  // end_block() when it ends.
+  void begin_interval() {
+    ordered = time++;
+    if (has_news) share_news();
+  }
   void begin_block();
+  void end_block();
 
   // Some lanes of a warp pass a __syncwarp().
   void synchronize(unsigned first_thread, uint32_t lanes);
@@ -49,11 +46,38 @@ class Races {
   void release(const void* barrier);
   void acquire(const void* barrier);
 
-  // The same between blocks of a cluster: what the calling thread, of block `rank`, knows; its block
-  // knows it from now on; a thread that knows it releases a barrier of block `rank`.
-  Knowledge knowledge(unsigned rank) const;
-  void learn(const Knowledge& more) { others.merge(more); }
-  void release_from_block(const void* barrier, const Knowledge& sender, unsigned rank);
+  // What the calling thread knows, its own accesses included; and what it learns from another one.
+  Knowledge knowledge() const;
+  void learn(const Knowledge& more);
+  // What it knew at its last fence.
+  const Knowledge& fenced(Scope scope) const;
+  // A thread of another block that knows this releases a barrier of this block.
+  void release_from_block(const void* barrier, const Knowledge& sender);
+
+  // The calling thread calls __threadfence() or the like.
+  void fence(Scope scope);
+  // It calls allow_next() or wait_for_previous().
+  void allow_next();
+  void wait_for_previous();
+  // The scope of the calling thread's next atomic operation; otherwise it is kDevice.
+  void set_scope(Scope scope) { of_thread[this_fiber().thread].next_scope = scope; }
+  // Surrounds an atomic operation on a word: changes it, and reads it.
+  class Atomic {
+   public:
+    Atomic(Races* races, const void* word, size_t bytes, AccessKind kind, int order,
+           const void* code);
+    ~Atomic();
+    Atomic(const Atomic&) = delete;
+    bool has_failed = false;  // a compare-and-swap, which then only reads
+
+   private:
+    Races* const races;
+    const void* const address;
+    const uintptr_t word;  // that has the flag
+    const AccessKind kind;
+    const int order;
+    Scope scope;
+  };
 
   // Returns the calling thread's time, and whether what another thread did then comes before what
   // the calling thread does now.
@@ -61,18 +85,25 @@ class Races {
   bool follows(unsigned thread, uint32_t clock);
   void advance() { own[this_fiber().thread] = ++time; }
 
-  // The calling thread calls proxy_fence().
-  void fence();
-  // Returns a thread that has written some of these bytes without a fence() since, or -1.
+  // The calling thread calls proxy_fence(), or the same for global memory.
+  void proxy_fence();
+  void global_proxy_fence();
+  // Returns a thread that has written some of these bytes without a proxy_fence() since, or -1.
   int unfenced_writer(const void* memory, size_t bytes);
 
   // Checks and records an access by the calling thread; `code` is the return address of the call.
-  // A race ends the block.
-  void access(const void* memory, size_t bytes, AccessKind kind, const void* code);
+  // A race ends the block. Returns whether the access is to global memory.
+  bool access(const void* memory, size_t bytes, AccessKind kind, const void* code);
 
-  // The same for a copy that a thread of another block began, which knew `sender` of this block.
-  void copy_from_block(const void* memory, size_t bytes, const void* code,
-                       const std::vector<uint32_t>& sender, const void* barrier);
+  // Lets other blocks run, where they take turns, and in a shuffled order other threads. Call it only
+  // where a kernel calls.
+  void delay();
+
+  // The same for a copy that a thread of another block began, which knew `sender`.
+  void copy_from_block(const void* memory, size_t bytes, const void* code, const Knowledge& sender,
+                       const void* barrier);
+  // The same for an access to another block's shared memory, or to global memory.
+  void access_global(uintptr_t address, size_t bytes, AccessKind kind, Scope scope, uint32_t code);
 
  private:
   struct Access {
@@ -96,6 +127,17 @@ class Races {
     Knowledge others;
   };
 
+  // What fences and atomic operations of a thread order, by scope.
+  struct OfThread {
+    Knowledge news;               // since the block's last barrier
+    Knowledge at_fence[kScopes];  // what the thread knew at its last fence
+    bool has_fenced[kScopes] = {};
+    std::vector<uintptr_t> loaded;  // words that it has loaded since its last fence
+    Scope next_scope = Scope::kDevice;
+  };
+
+  bool is_global(uintptr_t address) const;
+  uint64_t draw() { return next_random(random); }
   // Returns the offset of the first cell's bytes, or -1 outside shared memory.
   uintptr_t place_of(uintptr_t address) const;
   Released& at(const void* barrier);
@@ -113,6 +155,16 @@ class Races {
     return before.clock > begun && before.kind == AccessKind::kRead &&
            fences[before.thread] < before.clock;
   }
+  void share_news();
+  void acquire_flag(uintptr_t word, Scope scope);
+  void release_flag(uintptr_t word, Scope scope, bool is_release, bool replaces);
+  bool knows(uint32_t of, unsigned thread, uint32_t clock) const;
+  // Returns whether a copy reads what a thread of the launch has stored without a proxy fence since.
+  bool lacks_proxy_fence(const GlobalAccess& before, const GlobalAccess& next) const;
+  bool races_with(const GlobalAccess& before, const GlobalAccess& next);
+  // Returns if it is a race only if the launch begins too early, which is not yet known. `before` is
+  // {} for what precedes the call.
+  void report_global(const GlobalAccess& before, const GlobalAccess& next, uintptr_t address);
   [[noreturn]] void report(const Access& before, const Access& next, uintptr_t address,
                            bool is_from_block = false,
                            const char* lacking = "with no barrier between");
@@ -124,7 +176,13 @@ class Races {
   uint32_t ordered = 0;         // everything up to then comes before every thread's next access
   uint32_t time = 1;
   std::vector<Released> released;
-  Knowledge others;                // of other blocks
+  Knowledge floor;     // of other blocks, what all threads know
+  Knowledge unfenced;  // what they would know if all atomic operations were fences
+  std::vector<OfThread> of_thread;
+  bool has_news = false;           // whether a thread knows more than `floor`
+  bool lets_others_run = false;    // at the next access
+  bool has_allowed = false;        // whether a thread has called allow_next()
+  uint64_t random = 0;             // decides where a thread is delayed
   uint32_t begun = 0;              // when the block began
   uint32_t fences[kMaxThreads]{};  // each thread's time of its last fence()
 };

@@ -32,7 +32,7 @@ bool has_registers(unsigned registers, bool raises, const emulator::Site& site) 
   if (raises && (registers - mine) * emulator::kWarpSize > in_flight.free_registers) return false;
   in_flight.free_registers += (mine - registers) * emulator::kWarpSize;  // modulo 2^32
   mine = registers;
-  in_flight.idle = 0;
+  in_flight.progress();
   return true;
 }
 

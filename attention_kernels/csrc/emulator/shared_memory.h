@@ -45,8 +45,11 @@ constexpr uint32_t kPoison = 0x7ff47ff4;
 struct Library {
   size_t tls_module = 0;
   size_t tls_bytes = 0;
+  size_t storage_bytes = 0;  // the same, with the other variables of a program
   uintptr_t code = 0;
   size_t code_bytes = 0;
+  uintptr_t begin = 0;        // of what is loaded
+  size_t constant_bytes = 0;  // from there on that no one writes
 
   static const Library& instance() {
     static const Library found = [] {
@@ -65,7 +68,11 @@ struct Library {
                 library.code = address;
                 library.code_bytes = part.p_memsz;
               }
-              if (part.p_type == PT_TLS) library.tls_bytes = part.p_memsz;
+              if (part.p_type == PT_LOAD && library.begin == 0) library.begin = address;
+              if ((part.p_type == PT_LOAD && (part.p_flags & PF_W) == 0) ||
+                  part.p_type == PT_GNU_RELRO)
+                library.constant_bytes = address + part.p_memsz - library.begin;
+              if (part.p_type == PT_TLS) library.tls_bytes = library.storage_bytes = part.p_memsz;
             }
             if (!ours) return 0;
             library.tls_module = info->dlpi_tls_modid;
@@ -80,10 +87,10 @@ struct Library {
     return found;
   }
 
-  // Returns the calling OS thread's copy of the arrays.
-  unsigned char* static_shared() const {
+  // Returns the calling OS thread's copy of the storage, or null.
+  unsigned char* storage() const {
     size_t index[] = {tls_module, 0};  // the ABI's tls_index
-    return tls_bytes == 0 ? nullptr : static_cast<unsigned char*>(__tls_get_addr(index));
+    return storage_bytes == 0 ? nullptr : static_cast<unsigned char*>(__tls_get_addr(index));
   }
 };
 
@@ -97,7 +104,8 @@ struct SharedMemory {
   size_t open_bytes = 0;
   size_t dynamic_bytes = 0;
   unsigned char* dynamic = nullptr;
-  unsigned char* fixed = nullptr;  // the static arrays of the calling OS thread
+  unsigned char* fixed = nullptr;    // the static arrays of the calling OS thread
+  unsigned char* statics = nullptr;  // the same, and in a program where they are among others
   bool counted = false;
 
   // Makes room for a launch.
@@ -124,7 +132,8 @@ struct SharedMemory {
     __asan_poison_memory_region(memory - kGuardBytes, kSharedBytes + 2 * kGuardBytes);
     __asan_unpoison_memory_region(dynamic, bytes);
 #endif
-    fixed = Library::instance().static_shared();
+    statics = Library::instance().storage();
+    fixed = Library::instance().tls_bytes == 0 ? nullptr : statics;
     counted = false;
   }
 
@@ -155,12 +164,14 @@ struct SharedMemory {
     if (whole < bytes) std::memcpy(memory + whole, &word, bytes - whole);
   }
 
-  bool has(const void* address) const {
-    const auto within = [&](const unsigned char* start, size_t bytes) {
-      return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(start) < bytes;
-    };
-    return within(dynamic, dynamic_bytes) || within(fixed, Library::instance().tls_bytes);
-  }
+  // Defined in block.cpp, so that a check for races does not see what they read.
+  bool has(const void* address) const;
+  // Where PTX's addresses of static arrays or of the dynamic part begin. Modulo 1024, which is what
+  // swizzles depend on, they equal the memory's own addresses.
+  unsigned first_address(bool is_fixed) const;
+  unsigned address_of(const void* memory_of_block) const;
+  // Returns the byte at such an address, or past the end of dynamic shared memory, or null.
+  unsigned char* at_address(unsigned address) const;
 
   // Returns the address in another block's shared memory that corresponds to `here`.
   template <typename T>
@@ -168,7 +179,7 @@ struct SharedMemory {
     auto* const byte = reinterpret_cast<unsigned char*>(here);
     const bool is_dynamic = static_cast<size_t>(byte - dynamic) < dynamic_bytes;
     return reinterpret_cast<T*>(is_dynamic ? other.dynamic + (byte - dynamic)
-                                           : other.fixed + (byte - fixed));
+                                           : other.statics + (byte - statics));
   }
 
   // Returns whether an address is in or near dynamic shared memory.

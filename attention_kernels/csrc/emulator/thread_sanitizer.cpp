@@ -1,11 +1,20 @@
-// Looks for races in a version file that is compiled with -fsanitize=thread; other files do not
-// call this. See races.h.
+// Looks for races in a version file that is compiled with -fsanitize=thread and
+// ATTENTION_EMULATOR_RACES; without the latter, only lets others run where a volatile is polled. Other
+// files do not call this. See races.h.
 
 #include "block.h"
 
 #define ON_ACCESS(address, bytes, kind)                                                  \
   attention::emulator::check_race(address, bytes, attention::emulator::AccessKind::kind, \
                                   __builtin_return_address(0))
+#define ON_ATOMIC(address, bytes, kind, order)                                                    \
+  attention::emulator::check_poll(address, bytes, attention::emulator::AccessKind::kind,          \
+                                  __builtin_return_address(0));                                   \
+  attention::emulator::Races::Atomic around(attention::emulator::races_of_this(), address, bytes, \
+                                            attention::emulator::AccessKind::kind, order,         \
+                                            __builtin_return_address(0))
+#define ON_VOLATILE(address, bytes, kind) ON_ATOMIC(address, bytes, kind, __ATOMIC_RELAXED)
+#define END_ATOMIC(changed) around.has_failed = !(changed)
 
 #pragma GCC visibility push(hidden)
 
@@ -14,9 +23,30 @@ namespace attention::emulator {
 // Called at each access, also the host's, which are ignored.
 inline void check_race(const void* address, size_t bytes, AccessKind kind, const void* code) {
   Block* const block = this_block();
+  if (block == nullptr || block->races == nullptr) return;
+  block->access = reinterpret_cast<uintptr_t>(code);
+  const bool is_global = block->races->access(address, bytes, kind, code);
+  block->access = 0;
+  if (is_global) block->races->delay();
+}
+
+inline Races* races_of_this() {
+  Block* const block = this_block();
+  return block == nullptr ? nullptr : block->races;
+}
+
+// A load of a volatile, or an atomic one, may be repeated until the value changes. Others run first.
+inline void check_poll(const void* address, size_t bytes, AccessKind kind, const void* code) {
+  Block* const block = this_block();
   if (block == nullptr) return;
-  if (block->races == nullptr) block->races = new Races(*block);
-  block->races->access(address, bytes, kind, code);
+  if (block->races != nullptr) block->races->delay();
+  if (kind == AccessKind::kStore) block->in_flight.progress();
+  if (kind != AccessKind::kLoad) return;
+  uint64_t value = 0;
+  block->access = reinterpret_cast<uintptr_t>(code);
+  std::memcpy(&value, address, std::min(bytes, sizeof value));
+  block->access = 0;
+  note_poll(address, value, {nullptr, nullptr, 0}, code);
 }
 
 }  // namespace attention::emulator
@@ -24,6 +54,7 @@ inline void check_race(const void* address, size_t bytes, AccessKind kind, const
 extern "C" {
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
+void __tsan_init() {}
 }
 
 #pragma GCC visibility pop

@@ -23,6 +23,18 @@ inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes
   return first < second + b_bytes && second < first + a_bytes;
 }
 
+void proxy_fence() {
+  emulator::Block& block = *emulator::this_fiber().block;
+  block.in_flight.view.update(block.shared, block.launch->poison);
+  if (block.races != nullptr) block.races->proxy_fence();
+  show_barriers();
+}
+
+void global_proxy_fence() {
+  if (emulator::Races* const races = emulator::this_fiber().block->races)
+    races->global_proxy_fence();
+}
+
 void begin_copy(const emulator::BulkCopy& copy, const void* code) {
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::InFlight& in_flight = block.in_flight;
@@ -98,10 +110,10 @@ inline size_t swizzled(size_t offset, int swizzle) {
 inline void check_tile(const TensorMap& map, const void* tile, const emulator::Site& site) {
   const emulator::Block& block = *emulator::this_fiber().block;
   const size_t alignment = map.swizzle == 0 ? 128 : 128u << map.swizzle;
-  const size_t offset = static_cast<const unsigned char*>(tile) - block.shared.dynamic;
-  if (offset + box_bytes(map) > block.shared.dynamic_bytes)
-    copy_failure(cudaErrorIllegalAddress, site, "the tile is not in dynamic shared memory");
-  if (offset % alignment != 0 || reinterpret_cast<uintptr_t>(tile) % alignment != 0)
+  const auto* const first = static_cast<const unsigned char*>(tile);
+  if (!block.shared.has(first) || !block.shared.has(first + box_bytes(map) - 1))
+    copy_failure(cudaErrorIllegalAddress, site, "the tile is not in shared memory");
+  if (reinterpret_cast<uintptr_t>(tile) % alignment != 0)
     copy_failure(cudaErrorMisalignedAddress, site,
                  "the tile is not at a multiple of " + std::to_string(alignment) + " bytes");
 }
@@ -113,6 +125,9 @@ void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barri
   check_use(barrier, site);
   receive_messages();
   if (block.races != nullptr) {
+    for_each_row(map, at, [&](size_t, const unsigned char* row, size_t, size_t bytes) {
+      if (bytes > 0) block.races->access(row, bytes, emulator::AccessKind::kFetch, code);
+    });
     block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
     block.races->release(barrier);  // the copy's last action
   }
@@ -157,11 +172,35 @@ void fill_tile(const emulator::BulkCopy& copy) {
 
 // ---- Stores -------------------------------------------------------------------------------------
 
+inline void begin_store(const TensorMap& map, const int (&at)[4], const void* from,
+                        const void* code, const emulator::Site& site);
+
 void store_box(const TensorMap& map, const int (&at)[4], const void* from, const void* code,
                const emulator::Site& site) {
+  check_tile(map, from, site);
+  begin_store(map, at, from, code, site);
+}
+
+void store_bytes(void* to, const void* from, unsigned bytes, const void* code,
+                 const emulator::Site& site) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0)
+    copy_failure(cudaErrorMisalignedAddress, site,
+                 "addresses and size must be multiples of 16 bytes");
+  if (!emulator::this_fiber().block->shared.has(from))
+    copy_failure(cudaErrorIllegalAddress, site, "the source is not in shared memory");
+  const TensorMap map{static_cast<unsigned char*>(to),
+                      {bytes, 1, 1, 1},
+                      {1, bytes, bytes, bytes},
+                      {static_cast<int>(bytes), 1, 1, 1},
+                      1,
+                      0};
+  begin_store(map, {0, 0, 0, 0}, from, code, site);
+}
+
+inline void begin_store(const TensorMap& map, const int (&at)[4], const void* from,
+                        const void* code, const emulator::Site& site) {
   emulator::Block& block = *emulator::this_fiber().block;
   emulator::InFlight& in_flight = block.in_flight;
-  check_tile(map, from, site);
   if (*std::min_element(at, at + 4) < 0)
     copy_failure(cudaErrorIllegalInstruction, site, "a coordinate is negative");
   const auto* const tile = static_cast<const unsigned char*>(from);
@@ -181,7 +220,8 @@ void store_box(const TensorMap& map, const int (&at)[4], const void* from, const
                               {tile, tile + bytes},
                               map,
                               {at[0], at[1], at[2], at[3]},
-                              site});
+                              site,
+                              code});
 }
 
 void end_store_group() {
@@ -195,9 +235,12 @@ inline void finish(const emulator::TileStore& store) {
     copy_failure(cudaErrorLaunchFailure, store.site,
                  "the tile was changed before it had been read");
   const auto& map = store.map;
+  emulator::Races* const races = emulator::this_fiber().block->races;
   for_each_row(map, store.at,
                [&](size_t offset, const unsigned char* to, size_t skipped, size_t bytes) {
                  auto* const row = const_cast<unsigned char*>(to);
+                 if (races != nullptr && bytes > 0)
+                   races->access(row, bytes, emulator::AccessKind::kCopy, store.code);
                  for (size_t i = 0; i < bytes; ++i)
                    row[i] = store.bytes[swizzled(offset + skipped + i, map.swizzle)];
                });

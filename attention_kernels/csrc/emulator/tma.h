@@ -28,6 +28,8 @@ void load_box_to_blocks(unsigned blocks, void* to, const TensorMap& map, const i
                         Barrier* barrier, const void* code, const emulator::Site& site);
 void store_box(const TensorMap& map, const int (&at)[4], const void* from, const void* code,
                const emulator::Site& site);
+void store_bytes(void* to, const void* from, unsigned bytes, const void* code,
+                 const emulator::Site& site);
 void end_store_group();
 void finish_stores(unsigned groups);
 }  // namespace ptx

@@ -34,6 +34,7 @@ struct dim3 {
   X(cudaErrorIllegalInstruction, 715, "an illegal instruction was encountered")         \
   X(cudaErrorMisalignedAddress, 716, "misaligned address")                              \
   X(cudaErrorLaunchFailure, 719, "unspecified launch failure")                          \
+  X(cudaErrorCooperativeLaunchTooLarge, 720, "too many blocks in cooperative launch")   \
   X(cudaErrorNotSupported, 801, "operation not supported")                              \
   X(cudaErrorUnknown, 999, "unknown error")                                             \
   X(emulatorErrorSetting, 10000, "a setting of the emulator is wrong")                  \
@@ -89,6 +90,18 @@ constexpr const T& made(const T& x) {
 #define make_float2(...) attention::emulator::made(make_float2(__VA_ARGS__))
 #define make_float4(...) attention::emulator::made(make_float4(__VA_ARGS__))
 #define make_uint4(...) attention::emulator::made(make_uint4(__VA_ARGS__))
+
+// The unsigned type of a size.
+template <size_t kBytes>
+auto word_of() {
+  if constexpr (kBytes == 1) return uint8_t{};
+  if constexpr (kBytes == 2) return uint16_t{};
+  if constexpr (kBytes == 4) return uint32_t{};
+  if constexpr (kBytes == 8) return uint64_t{};
+  if constexpr (kBytes == 16) return static_cast<unsigned __int128>(0);
+}
+template <size_t kBytes>
+using Word = decltype(word_of<kBytes>());
 
 // The text of a message. Not a std::string: parsing <string> takes g++ as long as most kernels.
 struct Words {

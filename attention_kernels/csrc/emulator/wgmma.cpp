@@ -15,8 +15,7 @@ using emulator::kWarpSize;
 
 constexpr uint32_t kPoisonSum = 0x7fa5e1f5;  // a signaling NaN: no computation leaves it as it is
 constexpr unsigned kDepth = 16;
-constexpr unsigned kRows = 16;            // of a warp
-constexpr unsigned kFirstAddress = 1024;  // of dynamic shared memory, as on a GPU
+constexpr unsigned kRows = 16;  // of a warp
 
 [[noreturn]] inline void product_failure(const emulator::Site& site, const std::string& what,
                                          cudaError_t code = cudaErrorLaunchFailure) {
@@ -32,10 +31,9 @@ inline emulator::ProductsOfWarp& products_of_warp() {
 
 unsigned shared_address(const void* pointer, const emulator::Site& site) {
   const emulator::Block& block = *emulator::this_fiber().block;
-  const size_t offset = static_cast<const unsigned char*>(pointer) - block.shared.dynamic;
-  if (offset >= block.shared.dynamic_bytes)
-    product_failure(site, "the tile is not in dynamic shared memory", cudaErrorIllegalAddress);
-  return static_cast<unsigned>(offset) + kFirstAddress;
+  if (!block.shared.has(pointer))
+    product_failure(site, "the tile is not in shared memory", cudaErrorIllegalAddress);
+  return block.shared.address_of(pointer);
 }
 
 void check_visible(const unsigned char* bytes, size_t count, const emulator::Site& site) {
@@ -97,8 +95,33 @@ inline emulator::SumsInFlight* sums_in_flight(const float* variable, unsigned la
   return nullptr;
 }
 
+// Whether no lane has written the sums since they were complete.
+inline bool has_same_values(const ProductCall& call, unsigned lane) {
+  for (const emulator::SumsInFlight& sums : products_of_warp().complete) {
+    if (sums.variables[lane] != call.sums || sums.count != unsigned(call.count)) continue;
+    for (unsigned i = 0; i < sums.count; ++i)
+      if (std::memcmp(call.each[i], &sums.values[lane * sums.count + i], sizeof(float)) != 0)
+        return false;
+    return true;
+  }
+  return false;
+}
+
+void fence_all() {
+  const emulator::Fiber& self = emulator::this_fiber();
+  self.block->in_flight.lacks_fence.resize(self.block->threads, true);
+  self.block->in_flight.lacks_fence[self.thread] = false;
+}
+
 void check_fenced(const ProductCall& call, const emulator::Site& site) {
   const unsigned lane = emulator::this_fiber().thread % kWarpSize;
+  if (call.each != nullptr) {
+    const auto& lacks = emulator::this_fiber().block->in_flight.lacks_fence;
+    if (sums_in_flight(call.sums, lane) == nullptr && !has_same_values(call, lane) &&
+        (lacks.empty() || lacks[emulator::this_fiber().thread]))
+      product_failure(site, "the sums have been accessed, and no wgmma.fence was executed since");
+    return;
+  }
   const char* const text =
       " have been accessed, and no multiply_fence() that takes them was called since";
   if (sums_in_flight(call.sums, lane) == nullptr &&
@@ -113,12 +136,25 @@ void check_fenced(const ProductCall& call, const emulator::Site& site) {
 // A descriptor's fields, in bytes.
 struct Tile {
   unsigned start, next_columns, eight_rows;
+  unsigned first;  // address of the memory
+  const unsigned char* memory;
+  size_t bytes;
 };
 
 inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows,
                    const emulator::Site& site) {
-  const Tile tile{unsigned(descriptor & 0x3fff) << 4, unsigned(descriptor >> 16 & 0x3fff) << 4,
-                  unsigned(descriptor >> 32 & 0x3fff) << 4};
+  const emulator::SharedMemory& shared = emulator::this_fiber().block->shared;
+  Tile tile{unsigned(descriptor & 0x3fff) << 4,
+            unsigned(descriptor >> 16 & 0x3fff) << 4,
+            unsigned(descriptor >> 32 & 0x3fff) << 4,
+            shared.first_address(false),
+            shared.dynamic,
+            shared.dynamic_bytes};
+  if (tile.start < tile.first) {
+    tile.first = shared.first_address(true);
+    tile.memory = shared.statics;
+    tile.bytes = emulator::Library::instance().storage_bytes;
+  }
   if (descriptor >> 62 != 1)
     product_failure(site, "the descriptor does not say that the tile has the 128-byte swizzle");
   if ((descriptor >> 49 & 7) != 0 || tile.start / 128 % 8 != 0)
@@ -133,12 +169,11 @@ inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows,
 // Returns the 16 bytes at an offset from a tile's start, as they are swizzled.
 inline const unsigned char* chunk_at(const Tile& tile, unsigned offset,
                                      const emulator::Site& site) {
-  const emulator::SharedMemory& shared = emulator::this_fiber().block->shared;
   const unsigned address = tile.start + offset;
-  const unsigned at = (address ^ (address >> 7 & 7) << 4) - kFirstAddress;
-  if (at + 16 > shared.dynamic_bytes)
+  const size_t at = size_t{address ^ (address >> 7 & 7) << 4} - tile.first;
+  if (at >= tile.bytes || at + 16 > tile.bytes)
     product_failure(site, "an operand is not in shared memory", cudaErrorIllegalAddress);
-  return shared.dynamic + at;
+  return tile.memory + at;
 }
 
 // Calls chunk(address, row, k, is_transposed) for each 16 bytes of an operand of `rows` rows x 16:
@@ -223,9 +258,9 @@ inline void check_operands(const emulator::Product& product, unsigned warp) {
 // ---- Products -----------------------------------------------------------------------------------
 
 inline bool is_poisoned(const emulator::SumsInFlight& sums) {
-  for (const float* const variable : sums.variables) {
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     for (unsigned i = 0; i < sums.count; ++i)
-      if (emulator::bit_cast<uint32_t>(variable[i]) != kPoisonSum) return false;
+      if (emulator::bit_cast<uint32_t>(sums.variable(lane, i)) != kPoisonSum) return false;
   }
   return true;
 }
@@ -234,12 +269,16 @@ inline emulator::SumsInFlight take_sums(const emulator::MatrixCalls& calls, unsi
                                         const emulator::Site& site) {
   emulator::SumsInFlight sums{};
   sums.count = count;
+  sums.values.reserve(size_t{count} * kWarpSize);
   sums.site = site;
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
-    float* const variable = static_cast<const ProductCall*>(calls[lane]->fragments[0])->sums;
-    sums.variables[lane] = variable;
-    sums.values.insert(sums.values.end(), variable, variable + count);
-    std::fill(variable, variable + count, emulator::bit_cast<float>(kPoisonSum));
+    const auto& call = *static_cast<const ProductCall*>(calls[lane]->fragments[0]);
+    sums.variables[lane] = call.sums;
+    if (call.each != nullptr) sums.each.insert(sums.each.end(), call.each, call.each + count);
+    for (unsigned i = 0; i < count; ++i) {
+      sums.values.push_back(sums.variable(lane, i));
+      sums.variable(lane, i) = emulator::bit_cast<float>(kPoisonSum);
+    }
   }
   return sums;
 }
@@ -346,7 +385,7 @@ inline void finish(const emulator::Product& product, unsigned warp) {
   }
   --sums.products;
   --block.in_flight.products_left;
-  block.in_flight.idle = 0;
+  block.in_flight.progress();
 }
 
 inline bool has(const WaitCall& call, const float* variable) {
@@ -366,9 +405,11 @@ inline void give(const emulator::SumsInFlight& sums, const emulator::MatrixCalls
   if (!is_poisoned(sums))
     product_failure(site, "the sums of " + product + " were written before they were complete");
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
-    if (!has(*static_cast<const WaitCall*>(calls[lane]->fragments[0]), sums.variables[lane]))
+    const auto& call = *static_cast<const WaitCall*>(calls[lane]->fragments[0]);
+    if (call.count >= 0 && !has(call, sums.variables[lane]))
       product_failure(site, "the sums of " + product + " are complete, and it does not take them");
-    std::copy_n(&sums.values[lane * sums.count], sums.count, sums.variables[lane]);
+    for (unsigned i = 0; i < sums.count; ++i)
+      sums.variable(lane, i) = sums.values[lane * sums.count + i];
     forget_fence(self.thread / kWarpSize * kWarpSize + lane, sums.variables[lane]);
   }
 }
@@ -384,8 +425,18 @@ void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& s
     if (is_due(product)) finish(product, warp);
   mine.products.erase(std::remove_if(mine.products.begin(), mine.products.end(), is_due),
                       mine.products.end());
-  for (const emulator::SumsInFlight& sums : mine.sums)
-    if (sums.products == 0) give(sums, calls, site);
+  for (const emulator::SumsInFlight& sums : mine.sums) {
+    if (sums.products != 0) continue;
+    give(sums, calls, site);
+    if (sums.each.empty()) continue;
+    const auto is_same = [&](const auto& one) { return one.variables[0] == sums.variables[0]; };
+    mine.complete.erase(std::remove_if(mine.complete.begin(), mine.complete.end(), is_same),
+                        mine.complete.end());
+    mine.complete.push_back(sums);
+    for (unsigned lane = 0; lane < kWarpSize; ++lane)
+      if (!self.block->in_flight.lacks_fence.empty())
+        self.block->in_flight.lacks_fence[first + lane] = true;
+  }
   const auto is_complete = [](const emulator::SumsInFlight& sums) { return sums.products == 0; };
   mine.sums.erase(std::remove_if(mine.sums.begin(), mine.sums.end(), is_complete), mine.sums.end());
   if (self.block->races != nullptr) self.block->races->share(first);

@@ -22,7 +22,8 @@ struct ProductCall {
   const unsigned* a_registers;  // or null
   uint64_t a, b;
   bool is_bfloat16, is_transposed, accumulates;
-  const void* code;  // the call's return address
+  const void* code;              // the call's return address
+  float* const* each = nullptr;  // each of the sums, in asm, whose fence names no registers
 };
 
 // Registers of a thread: a variable of the kernel.
@@ -31,7 +32,7 @@ struct Registers {
   size_t bytes;
 };
 
-// The complete sums that a wait takes.
+// The complete sums that a wait takes; a count of -1: all.
 struct WaitCall {
   const Registers* sums;
   int count;
@@ -41,6 +42,7 @@ struct WaitCall {
 unsigned shared_address(const void* pointer, const emulator::Site& site);
 void note_fence(const Registers* registers, int count);
 void check_fenced(const ProductCall& call, const emulator::Site& site);
+void fence_all();  // for asm, whose fence names no registers
 void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& site);
 void end_product_group(const emulator::MatrixCalls& calls, const emulator::Site& site);
 void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& site);

@@ -457,12 +457,19 @@ void* tensor(const char* name, size_t bytes) {
 #define HERE __builtin_frame_address(1), reinterpret_cast<uintptr_t>(__builtin_return_address(0))
 #define ON_ACCESS(address, bytes, kind) \
   attention::recorder.visit(HERE, address, bytes, attention::emulator::AccessKind::kind)
+#define ON_VOLATILE(address, bytes, kind)  // only with --param=tsan-distinguish-volatile
+// Atomic loads and stores are the emulator's own.
+#define ON_ATOMIC(address, bytes, kind, order)                                           \
+  if (attention::emulator::AccessKind::kind == attention::emulator::AccessKind::kAtomic) \
+  ON_ACCESS(address, bytes, kind)
+#define END_ATOMIC(changed) (void)(changed)
 
 extern "C" {
 void __sanitizer_cov_trace_pc() { attention::recorder.visit(HERE); }
 void __tsan_func_entry(void* from) {
   attention::recorder.enter(__builtin_frame_address(1), reinterpret_cast<uintptr_t>(from));
 }
+void __tsan_init() {}
 void __tsan_func_exit() { attention::recorder.leave(__builtin_frame_address(1)); }
 }
 

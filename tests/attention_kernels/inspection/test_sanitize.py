@@ -19,13 +19,15 @@ from attention_kernels import (
     BackendSpec,
     UnavailableBackendError,
     UnsupportedError,
+    get_backend,
     ladder,
     list_backends,
 )
 from attention_kernels.child import Ended
 from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import TOOLS, compute_sanitizer, sanitize, tools_of
-from attention_kernels.ladder import compilers
+from attention_kernels.ladder import compilers, header
+from tests.attention_kernels.backends.common import changed
 
 NEGATIVE = Path(__file__).parents[1] / "negative"
 CLEAN = {
@@ -64,6 +66,28 @@ def test_the_output_of_compute_sanitizer_is_understood(tool, status, out, fault,
     monkeypatch.setattr(sanitizers, "_worker", lambda *_: done)
     expected = [] if fault is None else [f"{tool}: {fault}"]
     assert compute_sanitizer(tool, ["CUSTOM_CUDA_VERSION_1"]) == expected
+
+
+def test_each_schedule_also_runs_where_races_are_reported(monkeypatch):
+    asked = []
+
+    def worker(arguments, *_):
+        asked.append(arguments[2:])
+        return Ended(0, "", "")
+
+    monkeypatch.setattr(sanitizers, "_worker", worker)
+    assert sanitize(["CUSTOM_CUDA_VERSION_1"], "cpu", schedules=3) == []
+    assert asked == [[build, "3", "CUSTOM_CUDA_VERSION_1"] for build in ("cpu", "races")]
+
+
+def test_a_race_between_blocks_is_a_fault(monkeypatch):
+    """Blocks overlap by a row, in which they write the same."""
+    monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", "")
+    file = get_backend("CUSTOM_CUDA_VERSION_1").version.path
+    spec = changed(file, ("m_block * kBlockM;", "max(0, m_block * kBlockM - 1);"))
+    spec = ladder.backend(spec.name, "test", header.race_checked(spec.version))
+    with pytest.raises(SystemExit, match=r"race: lane .* of block \(.*, which lane .* writes it"):
+        sanitizers._run(spec, "races")
 
 
 @pytest.mark.slow

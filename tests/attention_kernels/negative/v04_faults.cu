@@ -21,16 +21,15 @@ __global__ void faults(float* o, int fault) {
   ATTENTION_DYNAMIC_SHARED(float, smem);
   __shared__ float s_fixed[64];
   __shared__ float s_next[64];
-  volatile float* const g_volatile = o;
   smem[threadIdx.x] = 1.0f;
   s_fixed[threadIdx.x] = s_next[threadIdx.x] = 0.0f;
   if (fault == 20 && threadIdx.x >= 32) return;
   __syncthreads();
-  while (fault == 2) g_volatile[0] = g_volatile[0] + 1.0f;                  // 2
+  while (fault == 2) s_next[0] += 1.0f;                                     // 2
   while (fault == 3) __syncthreads();                                       // 3
   if (fault == 4) smem[100000] = 1.0f;                                      // 4
   if (fault == 5) smem[-100000] = 1.0f;                                     // 5
-  if (fault == 6) static_cast<volatile float*>(nullptr)[fault] = 1.0f;      // 6
+  if (fault == 6) *reinterpret_cast<float*>(fault * sizeof(float)) = 1.0f;  // 6
   if (fault == 7 && threadIdx.x == 0) __syncthreads();                      // 7
   if (fault == 8 && threadIdx.x == 9) s_fixed[threadIdx.x + 55] = 1.0f;     // 8
   if (fault == 9 && threadIdx.x == 9) *(s_fixed + 8 * threadIdx.x) = 1.0f;  // 9

@@ -91,7 +91,7 @@ def test_a_kernel_that_kills_its_process_leaves_a_verdict(tmp_path, capsys):
     new = f"{LAUNCH}  if (params.seqlen > 30) __builtin_trap();\n"
     status, out, _ = verified(capsys, broken(tmp_path, LAUNCH, new))
     assert status == 1
-    assert re.search(r"FAILED: races in shared memory, seqlen 1\d\d, head_dim 32, ", out)
+    assert re.search(r"FAILED: races, seqlen 1\d\d, head_dim 32, ", out)
     assert "          it was killed by SIGILL (an invalid instruction" in out
     assert "--sanitize shows where" in out
     assert out.endswith("FAILED\n")
@@ -140,7 +140,7 @@ def test_what_the_sanitizer_finds_comes_after_a_race_and_before_the_rest(capsys,
         return Report(ladder.resolve(what), "cpu", failures=failures, total=9, checks=2)
 
     monkeypatch.setattr("attention_kernels.judge.suite.verify", fails)
-    monkeypatch.setattr("attention_kernels.inspection.sanitize.sanitize", lambda *_: [fault])
+    monkeypatch.setattr("attention_kernels.inspection.sanitize.sanitize", lambda *_, **__: [fault])
     status, out, _ = verified(capsys, "CUSTOM_CUDA_VERSION_1", "--sanitize")
     assert status == 1
     assert re.findall("(?:FAILED: |          )(.*)", out) == [
