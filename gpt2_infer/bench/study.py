@@ -285,13 +285,13 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
         about.prebuilt = [spec.name for spec in subject.specs if ladder.is_prebuilt(spec)]
     file = File(task=task, study=settings, provenance=about, rows=[])
     with contextlib.closing(subject):
-        progress = Progress(out, file, subject)
+        progress = Progress(out, file, subject) if out else None
         ladder.build_all(subject.device, subject.specs)
         file.provenance.limits = subject.limits(is_recorded=out is not None)
         file.rows = time_cells(subject, progress)
-    if out:
-        file.write(out)
-        progress.remove()
+    if progress:
+        file.write(progress.out)
+        progress.path.unlink(missing_ok=True)
     return file
 
 
@@ -313,15 +313,18 @@ def interleave(subject: Subject[Any], contenders: Sequence[Contender], bar: tqdm
                         contender.taken.append(figures)
 
 
-def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
+def time_cells(subject: Subject[Any], progress: Progress | None = None) -> list[Row]:
     """Check and time the contenders of each cell that `progress` does not have yet."""
+    found = dict(progress.cells) if progress else {}
     with tqdm(total=len(subject.cells), unit="cell", disable=None) as bar:
         for cell in subject.cells:
             bar.set_description(str(cell))
-            if str(cell) not in progress.cells:
-                progress.add(str(cell), _time_cell(subject, cell, bar))
+            if str(cell) not in found:
+                found[str(cell)] = _time_cell(subject, cell, bar)
+                if progress:
+                    progress.add(str(cell), found[str(cell)])
             bar.update()
-    return [row for cell in subject.cells for row in progress.cells[str(cell)]]
+    return [row for cell in subject.cells for row in found[str(cell)]]
 
 
 def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
@@ -384,13 +387,13 @@ class Progress:
     """The finished cells of a run, one JSON line each in OUT.partial.
 
     The first line is the run's plan: everything that must be the same for the run to resume.
-    out: None writes no file. Raises ResultsError if OUT.partial belongs to a different run or
-    cannot be read.
+    Raises ResultsError if OUT.partial belongs to a different run or cannot be read.
     """
 
-    def __init__(self, out: Path | None, file: File, subject: Subject[Any]) -> None:
+    def __init__(self, out: Path, file: File, subject: Subject[Any]) -> None:
         self.cells: dict[str, list[Row]] = {}
-        self.path = out.with_name(f"{out.name}.partial") if out else None
+        """The rows of the cells that an earlier run finished."""
+        self.out, self.path = out, out.with_name(f"{out.name}.partial")
         about, gpu = file.provenance, file.provenance.gpu
         plan = {
             "settings": {"task": file.task, **file.study, "cells": [*map(str, subject.cells)]},
@@ -404,27 +407,20 @@ class Progress:
             "prebuilt": about.prebuilt,
         }
         self._header = msgspec.json.encode((about.date, plan))
-        if self.path and self.path.exists():
+        if self.path.exists():
             about.resumed_from = [self._read(self.path)]
 
     def add(self, cell: str, rows: list[Row]) -> None:
-        """Add and write a finished cell; raises ResultsError if it cannot be written."""
-        if self.path:
-            line = msgspec.json.encode((cell, rows))
-            try:
-                with self.path.open("ab") as file:
-                    if file.tell() == 0:
-                        file.write(self._header + b"\n")
-                    file.write(line + b"\n")
-            except OSError as error:
-                why = f"{error.strerror}; rerun to resume"
-                raise ResultsError(f"{self.path} cannot be written: {why}") from error
-        self.cells[cell] = rows
-
-    def remove(self) -> None:
-        """Delete the file, once the output is written."""
-        if self.path:
-            self.path.unlink(missing_ok=True)
+        """Write a finished cell; raises ResultsError if it cannot be written."""
+        line = msgspec.json.encode((cell, rows))
+        try:
+            with self.path.open("ab") as file:
+                if file.tell() == 0:
+                    file.write(self._header + b"\n")
+                file.write(line + b"\n")
+        except OSError as error:
+            why = f"{error.strerror}; rerun to resume"
+            raise ResultsError(f"{self.path} cannot be written: {why}") from error
 
     def _read(self, path: Path) -> str:
         """Load the cells that an earlier run finished and return its date."""
