@@ -83,7 +83,8 @@ class BatchStep:
         self.model, self.cache = model, cache
         self.tokens, self.lengths, self.active = tokens, lengths, active
         self.logprobs = logprobs
-        self.embeddings = [table.weight.contiguous() for table in (model.wte, model.wpe)]
+        tables = {"wte": model.wte, "wpe": model.wpe}
+        self.embeddings = {name: table.weight.contiguous() for name, table in tables.items()}
         self.blocks = [*model.blocks()]
         self.norms = [*(block.ln_1 for block in self.blocks), model.ln_f]
         self._op = _op(dtype_name(model.dtype), model.device.type)
@@ -93,18 +94,9 @@ class BatchStep:
         model = self.model
         shape = len(self.tokens), model.config.n_embd
         x, normed = (model.wte.weight.new_empty(shape) for _ in range(2))
-        self._run(
-            BEGIN,
-            len(x),
-            tokens=self.tokens,
-            lengths=self.lengths,
-            seqlens=self.cache.seqlens,
-            wte=self.embeddings[0],
-            wpe=self.embeddings[1],
-            x=x,
-            normed=normed,
-            **self._norm(self.norms[0]),
-        )
+        state = {"tokens": self.tokens, "lengths": self.lengths, "seqlens": self.cache.seqlens}
+        norm = self._norm(self.norms[0])
+        self._run(BEGIN, len(x), x=x, normed=normed, **state, **self.embeddings, **norm)
         for layer, (block, next_norm) in enumerate(zip(self.blocks, self.norms[1:], strict=True)):
             heads = self._attend(layer, block.attn, block.attn.c_attn.forward(normed))
             normed = self._finish(block, x, heads, next_norm)
