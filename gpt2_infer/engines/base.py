@@ -58,12 +58,6 @@ class Engine:
         return reasons + uncaptured(model.attention, *decoders)
 
     @classmethod
-    def shape(cls, model: GPT2, request: Request, name: EngineName) -> Hashable:
-        """Return a key; one engine can serve all requests of the same key in turn."""
-        rows, capacity = len(cls.padded_rows(request)), cls.needed(model, request, name)
-        return cls, name, rows, capacity, *key_of(model, request)
-
-    @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
         """Return the capacity of a row in positions."""
         last = max(map(len, request.rows)) + request.max_new_tokens

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from attention_kernels import KernelError, OutputError, UnsupportedError
-from gpt2_infer.engines.base import room
+from gpt2_infer.engines.base import key_of, room
 from gpt2_infer.engines.fused import power_of_two
 from gpt2_infer.engines.slots import Integers, Slots, Work
 from gpt2_infer.errors import RequestError
@@ -287,20 +287,20 @@ class Continuous:
         """Return slots, kept from an earlier run if possible, and a function that keeps them."""
         model = self.model
         capacity = min(longest + request.max_new_tokens, model.config.n_positions)
-        shape = model, request, self.batch, capacity, self.engine
+        # The same slots can serve all runs of the same key in turn.
+        sizes = self.batch, capacity, request.max_new_tokens
+        key = Slots, self.engine, *sizes, *key_of(model, request)
         most = room(model.device) if self.engine == "graph" else 0
 
         def make() -> Slots:
             try:
-                return Slots(*shape)
+                return Slots(model, request, self.batch, capacity, self.engine)
             except torch.OutOfMemoryError:
                 if not clear_all():
                     raise
-                return Slots(*shape)
+                return Slots(model, request, self.batch, capacity, self.engine)
 
-        return model.prepared.lend(
-            Slots.key(*shape), make, lambda slots: slots.begin(model, request), most
-        )
+        return model.prepared.lend(key, make, lambda slots: slots.begin(model, request), most)
 
 
 def _next_group(
