@@ -13,12 +13,11 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.table import table
@@ -300,10 +299,9 @@ def resource_table(
         if build.compiles_for(arch)
         if (dims := [d for d in head_dims if d in build.head_dims])
     ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        rows = pool.map(lambda task: rows_of(*task), tasks)
-        shown = tqdm(rows, "compiling kernels", len(tasks), unit="")
-        return [*dict.fromkeys(itertools.chain.from_iterable(shown))]
+    how: dict[str, Any] = {"desc": "compiling kernels", "max_workers": os.cpu_count(), "unit": ""}
+    rows = thread_map(lambda task: rows_of(*task), tasks, **how)
+    return [*dict.fromkeys(itertools.chain.from_iterable(rows))]
 
 
 def rows_of(
