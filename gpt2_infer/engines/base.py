@@ -187,8 +187,7 @@ def uncaptured(*specs: BackendSpec) -> list[str]:
 def kernel_refusals(model: GPT2, dtypes: Sequence[str]) -> list[str]:
     """Return the reasons why our own kernels, which take these dtypes, cannot run a model."""
     config = model.config
-    widths = config.n_embd, config.inner_dim
-    reasons = product.refusals(model.device, model.dtype, dtypes, widths)
+    reasons = product.refusals(model.device, model.dtype, config, dtypes)
     if not config.is_gelu_tanh:
         reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
     return reasons
