@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def _op(dtype: str, device_type: str) -> Callable[..., None]:
     return load_op(build, device_type, "the step of a large batch")
 
 
+@dataclass(eq=False)
 class BatchStep:
     """The passes of one model over one cache; each call enqueues its kernels.
 
@@ -71,18 +73,15 @@ class BatchStep:
     cache; choose() adds `active` to them.
     """
 
-    def __init__(
-        self,
-        model: GPT2,
-        cache: KVCache,
-        tokens: Tensor,
-        lengths: Tensor,
-        active: Tensor,
-        logprobs: Tensor,
-    ) -> None:
-        self.model, self.cache = model, cache
-        self.tokens, self.lengths, self.active = tokens, lengths, active
-        self.logprobs = logprobs
+    model: GPT2
+    cache: KVCache
+    tokens: Tensor
+    lengths: Tensor
+    active: Tensor
+    logprobs: Tensor
+
+    def __post_init__(self) -> None:
+        model = self.model
         tables = {"wte": model.wte, "wpe": model.wpe}
         self.embeddings = {name: table.weight.contiguous() for name, table in tables.items()}
         self.blocks = [*model.blocks()]
