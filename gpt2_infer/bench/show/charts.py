@@ -146,14 +146,13 @@ def median_bars(file: File) -> Figure | None:
     axes.set_xlim(0, 1.12 * max(row.spread[1] for row in rows))
     axes.xaxis.set_major_formatter(PLAIN)
     axes.grid(visible=False, axis="y")
-    whiskers = zip(
-        *((row.median - row.spread[0], row.spread[1] - row.median) for row in rows), strict=True
-    )
+    below = [row.median - row.spread[0] for row in rows]
+    above = [row.spread[1] - row.median for row in rows]
     axes.barh(
         range(len(rows)),
         [row.median for row in rows],
         color=[looks[row.contender][0] for row in rows],
-        xerr=[*whiskers],
+        xerr=[below, above],
         error_kw={"linewidth": 0.8},
     )
     axes.set_xlabel(f"{unit}: {WHISKERS}")
