@@ -207,13 +207,9 @@ class Continuous:
 
     def _run(self, requests: Sequence[Member]) -> Iterator[Result]:
         self.set_up_s = 0.0
-
-        def length(member: Member) -> int:
-            return self._padded(member[1])
-
         mixes = self.model.decode_attention.version is not None
-        ordered = sorted(requests, key=length)
-        for _, members in itertools.groupby(ordered, lambda member: mixes or length(member)):
+        ordered = sorted(requests, key=self._padded)
+        for _, members in itertools.groupby(ordered, lambda member: mixes or self._padded(member)):
             yield from self._run_apart([*members])
 
     def _run_apart(self, members: Sequence[Member]) -> Iterator[Result]:
@@ -235,13 +231,13 @@ class Continuous:
         yield from self._run_apart(rows[:middle])
         yield from self._run_apart(rows[middle:])
 
-    def _padded(self, request: Request) -> int:
+    def _padded(self, member: Member) -> int:
         """Return the length to which a request's prompt is padded."""
-        padded = power_of_two(max(MIN_PROMPT, len(request.rows[0])))
+        padded = power_of_two(max(MIN_PROMPT, len(member[1].rows[0])))
         return min(padded, self.model.config.n_positions)
 
     def _run_together(self, members: Sequence[Member]) -> Iterator[Result]:
-        lengths = [self._padded(request) for _, request in members]
+        lengths = [*map(self._padded, members)]
         started = time.perf_counter()
         slots, keep = self._lend_slots(members[0][1], lengths[-1])
         self.set_up_s += time.perf_counter() - started
