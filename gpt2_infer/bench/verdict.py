@@ -1,4 +1,4 @@
-"""The whole verdict on a backend: sanitizers, the judge's suite, nvcc, and the time."""
+"""The whole verdict on a backend: the stages before and after the judge's suite."""
 
 from __future__ import annotations
 
