@@ -72,7 +72,7 @@ def accuracy(*tasks: tuple[str, ...]) -> None:
 
 
 def _errors(file: File, timed: Sequence[Row]) -> list[str]:
-    """Summarize how far a file's predictions are from measurements, as MEASURES."""
+    """Summarize how far a file's predictions are from measurements, in the columns of MEASURES."""
     ratios = {
         (row.contender, length(row)): row.median / found[0].median
         for row in file.rows
