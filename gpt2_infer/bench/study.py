@@ -48,6 +48,7 @@ LENGTHS = {
 Rounds: TypeAlias = Annotated[int, msgspec.Meta(ge=2)]  # one sample has no spread
 Mode: TypeAlias = Literal["recompute", "kv-cache"]
 Cell = TypeVar("Cell", bound=msgspec.Struct)
+Result = TypeVar("Result")
 
 
 class Study(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -223,9 +224,15 @@ class Contender:
     taken: list[Mapping[str, float]] = field(default_factory=list)
     """The samples of the timed rounds."""
 
-    def reject(self, error: RejectedError) -> None:
-        """Record why there are no samples."""
-        self.row.status, self.row.reason = "failed", str(error)
+    def attempt(self, call: Callable[[], Result] | None) -> Result | None:
+        """Return call()'s result; None without a call, or if the contender is or gets rejected."""
+        if call is None or self.row.status != "ok":
+            return None
+        try:
+            return call()
+        except RejectedError as error:
+            self.row.status, self.row.reason = "failed", str(error)
+            return None
 
 
 class Subject(Generic[Cell]):
@@ -303,14 +310,9 @@ def interleave(subject: Subject[Any], contenders: Sequence[Contender], bar: tqdm
     for index in range(-subject.warm_up, subject.rounds):
         bar.set_postfix_str(f"round {index + 1} of {subject.rounds}")
         for contender in contenders:
-            if contender.sample and contender.row.status == "ok":
-                try:
-                    figures = contender.sample()
-                except RejectedError as error:
-                    contender.reject(error)
-                else:
-                    if index >= 0:
-                        contender.taken.append(figures)
+            figures = contender.attempt(contender.sample)
+            if figures and index >= 0:
+                contender.taken.append(figures)
 
 
 def time_cells(subject: Subject[Any], progress: Progress | None = None) -> list[Row]:
@@ -339,7 +341,7 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
     for contender in contenders:
         contender.sample = None  # release captured graphs before the rechecks
     for contender in contenders:
-        if contender.taken and contender.row.status == "ok":
+        if contender.taken:
             _note(contender)
     rows = [row for contender in contenders for row in (contender.row, *contender.beside)]
     for row in rows:
@@ -352,23 +354,18 @@ def _measure_energy(contenders: Sequence[Contender], device: str, bar: tqdm[Any]
 
     bar.set_postfix_str("energy")
     for contender in contenders:
-        if contender.sample and contender.row.status == "ok":
-            try:
-                row = energy.measure(contender.row.contender, contender.sample, device)
-            except RejectedError as error:
-                contender.reject(error)
-            else:
+        if contender.sample:
+            name = contender.row.contender
+            measure = functools.partial(energy.measure, name, contender.sample, device)
+            if row := contender.attempt(measure):
                 contender.beside.append(row)
 
 
 def _note(contender: Contender) -> None:
     """Check the contender again, and record its samples."""
     row = contender.row
-    try:
-        if contender.recheck:
-            contender.recheck()
-    except RejectedError as error:
-        contender.reject(error)
+    contender.attempt(contender.recheck)
+    if row.status != "ok":
         return
     for metric in contender.taken[0]:
         samples = [float(f"{figures[metric]:.6g}") for figures in contender.taken]
