@@ -337,12 +337,8 @@ def examine(
         raise RequestError(_no_budget("the logits", model.dtype))
     with contextlib.ExitStack() as runners:
         runners.enter_context(model.on_device())  # workers use the current device
-        layers = _Layers(
-            [
-                runners.enter_context(contextlib.closing(open_runner(spec, model.device.type)))
-                for spec in specs
-            ]
-        )
+        opened = (contextlib.closing(open_runner(spec, model.device.type)) for spec in specs)
+        layers = _Layers([*map(runners.enter_context, opened)])
         reference = logits(layers.attention)
     naive_error = _distance(naive, reference)
     largest = reference.abs().max().item()

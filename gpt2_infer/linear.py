@@ -53,17 +53,14 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         self.bias = nn.Parameter(torch.empty(out_features))
         self.products: ProductsName = "ieee-fp32"
-        self._prepared = Prepared()
+        self.prepared = Prepared()
+        """Keeps our own product, with packed weights, between calls."""
 
     def product(self) -> Product:
         """Return our own product, with weights packed at the first call; raises BuildError."""
-        return self._prepared.share(
+        return self.prepared.share(
             "product", lambda: Product(*weight_and_bias(self), self.products)
         )
-
-    def release(self) -> bool:
-        """Free the packed weights; return whether there were any."""
-        return self._prepared.clear()
 
     def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """Map (rows, in_features) to (rows, out_features); gelu applies GELU's tanh form."""

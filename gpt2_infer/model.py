@@ -248,7 +248,7 @@ class GPT2(nn.Module):
         elif revision is not None or random_weights:
             raise RequestError("give revision and random_weights to open_checkpoint() instead")
         config = model.config
-        check_products(products, device, dtype, (config.n_embd, config.inner_dim))
+        check_products(products, device, dtype, config)
         kind = _attention_dtype(config, dtype), config.head_dim
         check_backend(prompts or default_backend(device, *kind), config, dtype, device)
         if decoder is not None:
@@ -291,7 +291,7 @@ class GPT2(nn.Module):
     def release(self) -> None:
         """Free the state cached for later calls: KV caches, captured graphs, packed weights."""
         linears = [module for module in self.h.modules() if isinstance(module, Linear)]
-        cleared = [self.prepared.clear(), *(linear.release() for linear in linears)]
+        cleared = [self.prepared.clear(), *(linear.prepared.clear() for linear in linears)]
         if any(cleared) and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -355,9 +355,7 @@ class GPT2(nn.Module):
         products: "ieee-fp32", or on CUDA in float32 "3xfp16", three products of float16 numbers on
         tensor cores, which keep a second, packed copy of the layers' weights. Raises RequestError.
         """
-        check_products(
-            products, self.device, self.dtype, (self.config.n_embd, self.config.inner_dim)
-        )
+        check_products(products, self.device, self.dtype, self.config)
         if products == self.products:
             return self
         model = copy.copy(self)

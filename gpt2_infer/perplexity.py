@@ -147,21 +147,20 @@ def compare(
     progress: Callable[[int], object] | None = None,
 ) -> list[Score]:
     """Score NAIVE_PYTORCH, then each backend against it; see token_nats()."""
-    models = [model.with_attention(name) for name in (BASELINE, *backends)]
-    for each in models:
+    named = [model.with_attention(name) for name in (BASELINE, *backends)]
+    models = {each.attention.name: each for each in named}
+    for each in models.values():
         each.check_backends()  # check all backends before the first is scored
     scores: list[Score] = []
     baseline: torch.Tensor | None = None
-    for each in models:
-        if each.attention.name in [score.backend for score in scores]:
-            continue
+    for name, each in models.items():
         nats = token_nats(each, text.ids, window=window, stride=stride, progress=progress)
         baseline = nats if baseline is None else baseline
         apart = nats - baseline
         total, count = nats.sum().item(), len(nats)
         difference, standard_error = apart.mean().item(), apart.std().item() / count**0.5
         score = Score(
-            backend=each.attention.name,
+            backend=name,
             tokens=count,
             nats=total,
             bits_per_byte=total / math.log(2) / text.bytes,

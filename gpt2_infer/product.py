@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import c_struct, load_op
-from gpt2_infer.config import PRODUCTS, ProductsName
+from gpt2_infer.config import PRODUCTS, GPT2Config, ProductsName
 from gpt2_infer.errors import RequestError
 
 CSRC = Path(__file__).parent / "csrc"
@@ -36,10 +36,10 @@ EMULATED_MULTIPROCESSORS = 8
 
 
 def refusals(
-    device: torch.device, dtype: torch.dtype, dtypes: Sequence[str], widths: Sequence[int]
+    device: torch.device, dtype: torch.dtype, config: GPT2Config, dtypes: Sequence[str]
 ) -> list[str]:
     """Return the reasons why our own kernels, which take `dtypes`, cannot run a model."""
-    reasons, name = [], dtype_name(dtype)
+    reasons, name, widths = [], dtype_name(dtype), (config.n_embd, config.inner_dim)
     if device.type != "cuda":
         reasons.append("it needs a CUDA device")
     elif torch.cuda.get_device_capability(device) < (8, 0):
@@ -55,14 +55,14 @@ def refusals(
 
 
 def check_products(
-    products: str, device: torch.device, dtype: torch.dtype, widths: Sequence[int]
+    products: str, device: torch.device, dtype: torch.dtype, config: GPT2Config
 ) -> None:
-    """Raise RequestError if a model of these widths cannot multiply in this way."""
+    """Raise RequestError if such a model cannot multiply in this way."""
     if products not in PRODUCTS:
         raise RequestError(f"products must be one of {', '.join(PRODUCTS)}, not {products!r}")
     if products == "ieee-fp32":
         return
-    if reasons := refusals(device, dtype, ["float32"], widths):
+    if reasons := refusals(device, dtype, config, ["float32"]):
         raise RequestError(f"products {products} cannot be used: {'; '.join(reasons)}")
 
 
@@ -249,6 +249,7 @@ class Packed:
 
 Activation: TypeAlias = Tensor | Packed
 """The x of a product: contiguous (m, k), or the result of a product of the same kind."""
+Output = TypeVar("Output", bound=Activation)
 
 
 @functools.cache
@@ -290,27 +291,20 @@ class Product:
 
     def __call__(self, x: Activation, *, gelu: bool = False) -> Tensor:
         """Map x, contiguous (m, k), to (m, n); gelu applies GELU's tanh form."""
-        y = self._empty(x)
-        self._launch(x, y, GELU if gelu else BIAS)
-        return y
+        return self._launch(x, self._empty(x), GELU if gelu else BIAS)
 
     def add_to(self, residual: Tensor, x: Activation, norm: nn.LayerNorm | None = None) -> Tensor:
         """Add x W + b to residual, contiguous (m, n), in place; return it, or its norm if given."""
         y = residual if norm is None else self._empty(x)
-        self._launch(x, y, RESIDUAL, residual, norm)
-        return y
+        return self._launch(x, y, RESIDUAL, residual, norm)
 
     def hidden(self, x: Activation) -> Activation:
         """Return self(x, gelu=True), for another product."""
-        y = self._empty_activation(x)
-        self._launch(x, y, GELU)
-        return y
+        return self._launch(x, self._empty_activation(x), GELU)
 
     def add_and_norm(self, residual: Tensor, x: Activation, norm: nn.LayerNorm) -> Activation:
         """Return self.add_to(residual, x, norm), for another product."""
-        y = self._empty_activation(x)
-        self._launch(x, y, RESIDUAL, residual, norm)
-        return y
+        return self._launch(x, self._empty_activation(x), RESIDUAL, residual, norm)
 
     def _empty(self, x: Activation) -> Tensor:
         return self.bias.new_empty(_rows(x), self.shape[1])
@@ -326,11 +320,12 @@ class Product:
     def _launch(
         self,
         x: Activation,
-        y: Activation,
+        y: Output,
         mode: int,
         residual: Tensor | None = None,
         norm: nn.LayerNorm | None = None,
-    ) -> None:
+    ) -> Output:
+        """Launch the kernel, which writes y, and return that."""
         m, (k, n) = _rows(x), self.shape
         plan = self.plan or choose(
             self.kernel, m, n, k, self._multiprocessors, adds=mode == RESIDUAL
@@ -352,6 +347,7 @@ class Product:
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         params = ProductParams(*pointers, m, n, k, mode, epsilon, plan.tile, plan.blocks)
         self._op(self.bias, torch.frombuffer(params, dtype=torch.uint8))
+        return y
 
 
 def _rows(x: Activation) -> int:

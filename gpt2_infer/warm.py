@@ -42,8 +42,7 @@ from pathlib import Path
 
 from attention_kernels import child
 
-LOADED = """gpt2_infer.cli.verify gpt2_infer.bench.verdict gpt2_infer.bench.kernels
-attention_kernels.judge.server"""
+LOADED = "gpt2_infer.cli.verify", "gpt2_infer.bench.verdict", "attention_kernels.judge.server"
 PACKAGES = Path(child.__file__).parent, Path(__file__).parent
 # What libraries read when they are imported; the rest of the environment is the call's own.
 READ_EARLY = re.compile(
@@ -188,7 +187,7 @@ def serve(listening: int, name: str) -> int:
     child.hide()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the calls' processes
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    for module in LOADED.split():
+    for module in LOADED:
         importlib.import_module(module)
     gc.freeze()
     path, listener = Path(name), socket.socket(fileno=listening)

@@ -17,11 +17,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 from attention_kernels import ladder
 from attention_kernels.ladder import build as cache
@@ -96,9 +95,7 @@ def build(versions: Iterable[VersionHeader], folder: Path) -> list[Path]:
         compilers.output_of([*link, kernel, binding, older, "-o", str(file)])
         return file
 
-    wanted = [*versions]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [*tqdm(pool.map(library, wanted), "building", len(wanted), unit="")]
+    return thread_map(library, [*versions], desc="building", max_workers=os.cpu_count(), unit="")
 
 
 def pack(libraries: Iterable[Path], out: Path, tag: str = TAG) -> Path:

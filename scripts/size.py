@@ -15,10 +15,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+import msgspec
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ("attention_kernels/backends/numpy/", "attention_kernels/backends/triton/")
@@ -58,7 +55,7 @@ def main() -> int:
         sizes[room(name)] += lines
         if room(name) not in ("tests", "kernels in Python"):
             sizes["all but tests and kernels"] += lines
-    limits = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["size"]
+    limits = msgspec.toml.decode((ROOT / "pyproject.toml").read_bytes())["tool"]["size"]
     too_large = [name for name, size in sizes.items() if size > limits.get(name, 0)]
     for name, size in sizes.most_common():
         print(f"{size:7,} of {limits.get(name, 0):7,}  {name}{'  TOO LARGE' * (name in too_large)}")

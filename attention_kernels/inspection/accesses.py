@@ -141,7 +141,11 @@ def count_accesses(
             )
             raise UnsupportedError(version.path.name, [reason])
         rows = [line.split("\t") for line in done.out.splitlines()]
-        places = _places(program, {address for row in rows for address in row[-1].split()})
+        addresses = sorted({address for row in rows for address in row[-1].split()})
+        # A return address lies just behind the call instruction.
+        calls = [hex(max(int(address, 16) - 1, 0)) for address in addresses]
+        # By return address: files and lines, callers before the code inlined into them.
+        places = dict(zip(addresses, compilers.source_lines(program, calls), strict=True))
     found = [*_accesses(version, rows, places)]
     if not found:
         reason = "nothing to count: it launches no kernel, or exits before it does"
@@ -163,14 +167,6 @@ def _accesses(
             request = MemoryRequest(int(block), int(warp), int(cost), array, by_lane)
             numbers = dict(zip(_COUNTED, map(int, counts), strict=True))
             yield Access(lines, words, memory, kind, **numbers, costliest=request)
-
-
-def _places(program: str, addresses: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
-    """Return files and lines of each return address, callers before the code inlined into them."""
-    wanted = sorted(addresses)
-    # The call instruction lies just before its return address.
-    calls = [hex(max(int(address, 16) - 1, 0)) for address in wanted]
-    return dict(zip(wanted, compilers.source_lines(program, calls), strict=True))
 
 
 COLUMNS = {

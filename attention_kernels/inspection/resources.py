@@ -12,13 +12,12 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.table import table
@@ -301,24 +300,23 @@ def resource_table(
         if build.compiles_for(arch)
         if (dims := [d for d in head_dims if d in build.head_dims])
     ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        rows = pool.map(lambda task: rows_of(*task), tasks)
-        shown = tqdm(rows, "compiling kernels", len(tasks), unit="")
-        return [*dict.fromkeys(itertools.chain.from_iterable(shown))]
+    how: dict[str, Any] = {"desc": "compiling kernels", "max_workers": os.cpu_count(), "unit": ""}
+    rows = thread_map(lambda task: [*rows_of(*task)], tasks, **how)
+    return [*dict.fromkeys(itertools.chain.from_iterable(rows))]
 
 
 def rows_of(
     label: str, version: VersionHeader, arch: str, head_dims: Sequence[int]
-) -> list[Resources]:
-    """Return the resources of a version's kernels on an architecture; raises BuildError."""
-    (compiled, _), rows = compile_version(version, arch), []
+) -> Iterator[Resources]:
+    """Yield the resources of a version's kernels on an architecture; raises BuildError."""
+    compiled, _ = compile_version(version, arch)
     for launch in record(version, head_dims):
         if launch.symbol not in compiled:
             raise BuildError(f"{label} launches {launch.kernel}, which ptxas did not compile")
         kernel = compiled[launch.symbol]
         shared = kernel.static_smem + launch.dynamic_smem
         blocks, limited_by = resident_blocks(arch, launch.threads, kernel.registers, shared)
-        row = Resources(
+        yield Resources(
             **dataclasses.asdict(kernel),
             version=label,
             arch=arch,
@@ -332,8 +330,6 @@ def rows_of(
             max_warps=LIMITS[arch].warps,
             limited_by=limited_by,
         )
-        rows.append(row)
-    return rows
 
 
 COLUMNS = {

@@ -8,6 +8,7 @@ originals of the inputs, so nothing that a kernel does to its inputs reaches the
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import re
@@ -247,8 +248,14 @@ class Outputs:
     """The output of each call, on the CPU."""
     again: list[Tensor]
     """The first outputs as they were after the last call."""
-    fault: str = ""
-    """Which input the calls changed, if any."""
+    request: Request
+    after: Tensor
+    """The block of inputs as it was after the last call."""
+
+    @functools.cached_property
+    def fault(self) -> str:
+        """Which input the calls changed, if any."""
+        return self.request.fault(self.after)
 
 
 class Request:
@@ -287,10 +294,9 @@ class Request:
         multiply(block[: self.calls.numbers_bytes], self.sets[0][0].dtype, seed)
         return self.calls.tensors(block)
 
-    def fault(self, block: Tensor) -> str:
-        """Return which input the calls changed, given the memory of inputs after them; else ''."""
-        after = block[self.calls.place : self.calls.given_bytes].clone()
-        if torch.equal(after, self.block):
+    def fault(self, after: Tensor) -> str:
+        """Return which input the calls changed, given the block of inputs after them; else ''."""
+        if torch.equal(after.view(torch.int64), self.block.view(torch.int64)):
             return ""
         names, storages = NAMES[self.calls.op], self.calls.storages
         for tensors, others in zip(*map(self.calls.tensors, (self.block, after)), strict=True):

@@ -9,7 +9,6 @@ where rounding shows, values of any size, and GPT-2's own shapes.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import math
 import random
@@ -88,6 +87,8 @@ SIZES = "batch", "num_heads", "group", "head_dim", "seqlen"
 DRAWN, DRAWN_OF_LENGTH, DRAWN_OF_WIDTH = 2000, 16, 12
 # How many parts a fixed case counts for: enough for GPT-2's own batches to be in a quick run.
 PARTS_OF_FIXED = 30, 120
+# Of how many cases at once in_order_of_gain() counts the new parts.
+NEAR = 1024
 # The dimensions of decode whose triples are combined; of attention, all are.
 DECODE_TRIPLES = "lengths", "batch", "num_heads", "head_dim", "layout"
 MOST_COMBINED_HEAD_DIMS = 3
@@ -430,22 +431,24 @@ def in_order_of_gain(
     fixed: the costs of cases with `own` parts that no other has; their numbers are negative.
     With each comes the share of all parts that had occurred before it.
     """
+    first, costs = len(fixed), np.concatenate([fixed, costs])
     is_open = np.zeros(parts.max() + 1, dtype=bool)
     is_open[parts] = True
     is_open[0] = False
-    total = left = int(is_open.sum()) + own * len(fixed)
-    gains = [(-own / cost, n - len(fixed)) for n, cost in enumerate(fixed)]
-    gains += zip((-(parts > 0).sum(1) / costs).tolist(), range(len(parts)), strict=True)
-    heapq.heapify(gains)
-    while gains:
-        _, n = heapq.heappop(gains)
-        new = own if n < 0 else int(np.count_nonzero(is_open[parts[n]]))
-        if not new:
-            continue
-        if n >= 0 and gains and (now := -new / costs[n]) > gains[0][0]:
-            heapq.heappush(gains, (now, n))  # others closed some of its parts
-            continue
-        yield n, 1 - left / total
-        left -= new
-        if n >= 0:
-            is_open[parts[n]] = False
+    total = left = int(is_open.sum()) + own * first
+    # Those of drawn cases can only shrink, as others close some of their parts.
+    gains = np.concatenate([np.full(first, own), (parts > 0).sum(1)]) / costs
+    while gains.any():
+        least = np.partition(gains, -NEAR)[-NEAR]  # no other can have more
+        near = np.flatnonzero(gains >= least)
+        drawn = near[near >= first]
+        while True:
+            gains[drawn] = is_open[parts[drawn - first]].sum(1) / costs[drawn]
+            best = int(near[gains[near].argmax()])
+            if not 0 < gains[best] >= least:
+                break
+            yield best - first, 1 - left / total
+            left -= round(gains[best] * costs[best])
+            gains[best] = 0
+            if best >= first:
+                is_open[parts[best - first]] = False

@@ -135,8 +135,10 @@ class Runner:
         Raises UnsupportedError, UnavailableBackendError, CallError or EndedError.
         """
         self._reply()
-        outputs, again = self._request.outputs(self._taken.tensor)
-        return calls.Outputs(outputs, again, self._request.fault(self._given.tensor))
+        request = self._request
+        outputs, again = request.outputs(self._taken.tensor)
+        after = self._given.tensor[request.calls.place : request.calls.given_bytes].clone()
+        return calls.Outputs(outputs, again, request, after)
 
     def call(self, request: calls.Request) -> calls.Outputs:
         """Send a request and receive its outputs."""

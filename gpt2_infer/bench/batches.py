@@ -78,18 +78,10 @@ class Batches(Subject[BatchCell]):
 def _ours(
     engine: Continuous, prompts: Texts, new_tokens: int, row: Row, expected: Texts
 ) -> dict[str, float]:
+    config = engine.model.config
+    how: dict[str, Any] = {"max_new_tokens": new_tokens, "mode": "kv-cache", "ignore_eos": True}
     requests = [
-        (
-            index,
-            Request(
-                config=engine.model.config,
-                tokenizer=None,
-                prompts=[prompt],
-                max_new_tokens=new_tokens,
-                mode="kv-cache",
-                ignore_eos=True,
-            ),
-        )
+        (index, Request(config=config, tokenizer=None, prompts=[prompt], **how))
         for index, prompt in prompts.items()
     ]
     first = None

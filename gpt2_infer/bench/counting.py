@@ -6,10 +6,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 from attention_kernels import UnsupportedError
 from attention_kernels.inspection.accesses import BY_LANE, Access, count_accesses
@@ -72,10 +71,9 @@ def count_all(
         except UnsupportedError as error:
             return "; ".join(error.reasons)
 
-    wanted = [*calls]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(count, wanted)
-        return [*tqdm(found, "counting accesses", len(wanted), unit="", disable=None)]
+    return thread_map(
+        count, [*calls], desc="counting accesses", max_workers=os.cpu_count(), unit="", disable=None
+    )
 
 
 def resources(rows: Sequence[Resources]) -> dict[str, float]:

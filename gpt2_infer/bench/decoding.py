@@ -137,14 +137,10 @@ def _ours(model: GPT2, cell: DecodeCell, engine: EngineName) -> Text:
     return done.tokens, {"time": done.generation_s, "call": seconds}
 
 
-def _whole_calls(model: GPT2, call: Callable[[], Tensor]) -> Callable[[], Text]:
-    """Return a peer's run; call() returns its new tokens."""
-
-    def run() -> Text:
-        tokens, seconds = models.timed(model.device, lambda: call().tolist())
-        return tokens, {"time": seconds}
-
-    return run
+def _whole_call(model: GPT2, call: Callable[[], Tensor]) -> Text:
+    """Generate a peer's text; call() returns its new tokens."""
+    tokens, seconds = models.timed(model.device, lambda: call().tolist())
+    return tokens, {"time": seconds}
 
 
 def _transformers(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
@@ -162,7 +158,7 @@ def _transformers(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
             logits: Tensor = reference(ids, logits_to_keep=1).logits
         return logits.argmax(-1)
 
-    return _whole_calls(model, write)
+    return functools.partial(_whole_call, model, write)
 
 
 def _recipe(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
@@ -208,4 +204,4 @@ def _recipe(model: GPT2, cell: DecodeCell) -> Callable[[], Text]:
             position += 1
         return tokens
 
-    return _whole_calls(model, write)
+    return functools.partial(_whole_call, model, write)

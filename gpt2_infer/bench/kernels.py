@@ -97,13 +97,11 @@ class Kernels(Subject[KernelCell]):
         fastest = max((v for k, v in self._limits.items() if k.endswith("tflops")), default=0.0)
         if not fastest:
             return 0.0
-        reading = self._input_bytes(cell) / self._limits["copy_gbps"] / 1e3
+        # Of q, k, v and o, decode reads the cache, k and v.
+        input_bytes = cell.min_bytes * (2 if self.decode else 3) // 4
+        reading = input_bytes / self._limits["copy_gbps"] / 1e3
         flops = cell.flops / cell.seqlen if self.decode else cell.flops
         return max(reading, flops / fastest / 1e6) / FLOOR_MARGIN
-
-    def _input_bytes(self, cell: KernelCell) -> int:
-        """Return the bytes of one set of inputs; for decode, those of the cache."""
-        return cell.min_bytes // 2 if self.decode else cell.min_bytes * 3 // 4
 
     def _sample(self, row: Row, clock: Clock) -> dict[str, float]:
         try:

@@ -66,22 +66,18 @@ RateParams = c_struct((c_void_p, "counts"), (c_int, "blocks iterations kind"))
 """The C struct StructParams of the kernel."""
 
 
-class Rate:
-    """One kind of instruction, repeated by every thread of some blocks; raises BuildError."""
+def rate(
+    kind: str, blocks: int, iterations: int, device: str
+) -> tuple[Callable[[], None], torch.Tensor]:
+    """Return a function in which every thread of some blocks repeats a kind of instruction.
 
-    def __init__(self, kind: str, blocks: int, iterations: int, device: str) -> None:
-        self._op = own_op(SOURCE, "instruction_rates_", device)
-        self._counts = torch.empty(blocks * THREADS, device=device)
-        params = RateParams(self._counts.data_ptr(), blocks, iterations, KINDS.index(kind))
-        self._params = torch.frombuffer(bytearray(params), dtype=torch.uint8)
-
-    def run(self) -> None:
-        """Launch the kernel."""
-        self._op(self._counts, self._params)
-
-    def flops(self) -> float:
-        """Return the operations of a run; a multiply-add counts as two."""
-        return 2 * self._counts.double().sum().item()
+    The tensor gets the multiply-adds of each thread. Raises BuildError.
+    """
+    counts = torch.empty(blocks * THREADS, device=device)
+    params = RateParams(counts.data_ptr(), blocks, iterations, KINDS.index(kind))
+    packed = torch.frombuffer(bytearray(params), dtype=torch.uint8)
+    op = own_op(SOURCE, "instruction_rates_", device)
+    return functools.partial(op, counts, packed), counts
 
 
 def instruction_tflops() -> dict[str, float]:
@@ -89,6 +85,7 @@ def instruction_tflops() -> dict[str, float]:
     found = {}
     blocks = 8 * torch.cuda.get_device_properties().multi_processor_count
     for kind in KINDS:
-        rate = Rate(kind, blocks, ITERATIONS, "cuda")
-        found[f"{kind}_tflops"] = rate.flops() / median_seconds(rate.run) / 1e12
+        run, counts = rate(kind, blocks, ITERATIONS, "cuda")
+        seconds = median_seconds(run)  # first, as it fills counts
+        found[f"{kind}_tflops"] = 2 * counts.double().sum().item() / seconds / 1e12
     return found

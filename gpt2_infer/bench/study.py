@@ -48,6 +48,7 @@ LENGTHS = {
 Rounds: TypeAlias = Annotated[int, msgspec.Meta(ge=2)]  # one sample has no spread
 Mode: TypeAlias = Literal["recompute", "kv-cache"]
 Cell = TypeVar("Cell", bound=msgspec.Struct)
+Result = TypeVar("Result")
 
 
 class Study(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -223,9 +224,15 @@ class Contender:
     taken: list[Mapping[str, float]] = field(default_factory=list)
     """The samples of the timed rounds."""
 
-    def reject(self, error: RejectedError) -> None:
-        """Record why there are no samples."""
-        self.row.status, self.row.reason = "failed", str(error)
+    def attempt(self, call: Callable[[], Result] | None) -> Result | None:
+        """Return call()'s result; None without a call, or if the contender is or gets rejected."""
+        if call is None or self.row.status != "ok":
+            return None
+        try:
+            return call()
+        except RejectedError as error:
+            self.row.status, self.row.reason = "failed", str(error)
+            return None
 
 
 class Subject(Generic[Cell]):
@@ -285,13 +292,13 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
         about.prebuilt = [spec.name for spec in subject.specs if ladder.is_prebuilt(spec)]
     file = File(task=task, study=settings, provenance=about, rows=[])
     with contextlib.closing(subject):
-        progress = Progress(out, file, subject)
+        progress = Progress(out, file, subject) if out else None
         ladder.build_all(subject.device, subject.specs)
         file.provenance.limits = subject.limits(is_recorded=out is not None)
         file.rows = time_cells(subject, progress)
-    if out:
-        file.write(out)
-        progress.remove()
+    if progress:
+        file.write(progress.out)
+        progress.path.unlink(missing_ok=True)
     return file
 
 
@@ -303,25 +310,23 @@ def interleave(subject: Subject[Any], contenders: Sequence[Contender], bar: tqdm
     for index in range(-subject.warm_up, subject.rounds):
         bar.set_postfix_str(f"round {index + 1} of {subject.rounds}")
         for contender in contenders:
-            if contender.sample and contender.row.status == "ok":
-                try:
-                    figures = contender.sample()
-                except RejectedError as error:
-                    contender.reject(error)
-                else:
-                    if index >= 0:
-                        contender.taken.append(figures)
+            figures = contender.attempt(contender.sample)
+            if figures and index >= 0:
+                contender.taken.append(figures)
 
 
-def time_cells(subject: Subject[Any], progress: Progress) -> list[Row]:
+def time_cells(subject: Subject[Any], progress: Progress | None = None) -> list[Row]:
     """Check and time the contenders of each cell that `progress` does not have yet."""
+    found = dict(progress.cells) if progress else {}
     with tqdm(total=len(subject.cells), unit="cell", disable=None) as bar:
         for cell in subject.cells:
             bar.set_description(str(cell))
-            if str(cell) not in progress.cells:
-                progress.add(str(cell), _time_cell(subject, cell, bar))
+            if str(cell) not in found:
+                found[str(cell)] = _time_cell(subject, cell, bar)
+                if progress:
+                    progress.add(str(cell), found[str(cell)])
             bar.update()
-    return [row for cell in subject.cells for row in progress.cells[str(cell)]]
+    return [row for cell in subject.cells for row in found[str(cell)]]
 
 
 def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
@@ -336,7 +341,7 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
     for contender in contenders:
         contender.sample = None  # release captured graphs before the rechecks
     for contender in contenders:
-        if contender.taken and contender.row.status == "ok":
+        if contender.taken:
             _note(contender)
     rows = [row for contender in contenders for row in (contender.row, *contender.beside)]
     for row in rows:
@@ -349,23 +354,18 @@ def _measure_energy(contenders: Sequence[Contender], device: str, bar: tqdm[Any]
 
     bar.set_postfix_str("energy")
     for contender in contenders:
-        if contender.sample and contender.row.status == "ok":
-            try:
-                row = energy.measure(contender.row.contender, contender.sample, device)
-            except RejectedError as error:
-                contender.reject(error)
-            else:
+        if contender.sample:
+            name = contender.row.contender
+            measure = functools.partial(energy.measure, name, contender.sample, device)
+            if row := contender.attempt(measure):
                 contender.beside.append(row)
 
 
 def _note(contender: Contender) -> None:
     """Check the contender again, and record its samples."""
     row = contender.row
-    try:
-        if contender.recheck:
-            contender.recheck()
-    except RejectedError as error:
-        contender.reject(error)
+    contender.attempt(contender.recheck)
+    if row.status != "ok":
         return
     for metric in contender.taken[0]:
         samples = [float(f"{figures[metric]:.6g}") for figures in contender.taken]
@@ -384,13 +384,13 @@ class Progress:
     """The finished cells of a run, one JSON line each in OUT.partial.
 
     The first line is the run's plan: everything that must be the same for the run to resume.
-    out: None writes no file. Raises ResultsError if OUT.partial belongs to a different run or
-    cannot be read.
+    Raises ResultsError if OUT.partial belongs to a different run or cannot be read.
     """
 
-    def __init__(self, out: Path | None, file: File, subject: Subject[Any]) -> None:
+    def __init__(self, out: Path, file: File, subject: Subject[Any]) -> None:
         self.cells: dict[str, list[Row]] = {}
-        self.path = out.with_name(f"{out.name}.partial") if out else None
+        """The rows of the cells that an earlier run finished."""
+        self.out, self.path = out, out.with_name(f"{out.name}.partial")
         about, gpu = file.provenance, file.provenance.gpu
         plan = {
             "settings": {"task": file.task, **file.study, "cells": [*map(str, subject.cells)]},
@@ -404,27 +404,20 @@ class Progress:
             "prebuilt": about.prebuilt,
         }
         self._header = msgspec.json.encode((about.date, plan))
-        if self.path and self.path.exists():
+        if self.path.exists():
             about.resumed_from = [self._read(self.path)]
 
     def add(self, cell: str, rows: list[Row]) -> None:
-        """Add and write a finished cell; raises ResultsError if it cannot be written."""
-        if self.path:
-            line = msgspec.json.encode((cell, rows))
-            try:
-                with self.path.open("ab") as file:
-                    if file.tell() == 0:
-                        file.write(self._header + b"\n")
-                    file.write(line + b"\n")
-            except OSError as error:
-                why = f"{error.strerror}; rerun to resume"
-                raise ResultsError(f"{self.path} cannot be written: {why}") from error
-        self.cells[cell] = rows
-
-    def remove(self) -> None:
-        """Delete the file, once the output is written."""
-        if self.path:
-            self.path.unlink(missing_ok=True)
+        """Write a finished cell; raises ResultsError if it cannot be written."""
+        line = msgspec.json.encode((cell, rows))
+        try:
+            with self.path.open("ab") as file:
+                if file.tell() == 0:
+                    file.write(self._header + b"\n")
+                file.write(line + b"\n")
+        except OSError as error:
+            why = f"{error.strerror}; rerun to resume"
+            raise ResultsError(f"{self.path} cannot be written: {why}") from error
 
     def _read(self, path: Path) -> str:
         """Load the cells that an earlier run finished and return its date."""

@@ -1,25 +1,25 @@
-"""The whole verdict on a backend: sanitizers, the judge's suite, nvcc, and the time."""
+"""The whole verdict on a backend: the stages before and after the judge's suite."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import importlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.inspection import resources
-from attention_kernels.judge import suite
 from attention_kernels.judge.cases import usual_head_dim
 from attention_kernels.judge.pattern import pattern
 from attention_kernels.judge.suite import RACES, Failure, Report
 from attention_kernels.judge.truth import budget_factor
 from attention_kernels.ladder import compilers
+from gpt2_infer.bench.kernels import Kernels
 from gpt2_infer.bench.record import BASELINE, Row
-from gpt2_infer.bench.study import KernelStudy, run
+from gpt2_infer.bench.study import KernelStudy, time_cells
 
 NVCC_ARCH = "90"  # an emulated version is also test-compiled for this
 
@@ -94,57 +94,36 @@ class Findings:
         return {"name": spec.name, **fields, "error_slack": spec.error_slack}
 
 
-def verify(
-    name: str,
-    device: str = "",
-    *,
-    dtypes: tuple[str, ...] = (),
-    seed: int | None = None,
-    timeout_s: float = 300.0,
-    sanitized: bool = False,
-    schedules: int = 1,
-    quick: bool = False,
-    timed: bool = True,
-    on_check: Callable[[int, int], object] = lambda done, total: None,
-) -> Findings:
-    """Check a backend, and time it if it passes.
-
-    sanitized: run the sanitizers first. schedules: in the emulator, in this many shuffled orders.
-    timed: time it, unless it is emulated. The other arguments and errors are those of
-    suite.verify().
-    """
-    # Before the kernel's process could write a file in a module's place.
-    importlib.import_module("gpt2_infer.bench.kernels")
-    if sys.platform == "linux":  # keep freed memory: threads wait for each other to map new pages
+def prepare() -> None:
+    """Prepare this process to judge a kernel: keep memory that is freed."""
+    if sys.platform == "linux":  # otherwise threads wait for each other to map new pages
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             ctypes.CDLL(None).mallopt(parameter, 2**30)
-    faults = _sanitize(name, device, schedules) if sanitized else []
-    report = suite.verify(
-        name,
-        device,
-        dtypes=dtypes,
-        seed=seed,
-        quick=quick,
-        timeout_s=timeout_s,
-        on_check=on_check,
-    )
-    findings = Findings(report, sanitized, quick, [*report.failures])
-    races = sum(failure.what.startswith(RACES) for failure in report.failures)
+
+
+def sanitize(name: str, device: str, schedules: int) -> list[Failure]:
+    """Return what the sanitizers of the device find, in the emulator in several orders."""
+    from attention_kernels.inspection import sanitize as sanitizers
+
+    print(f"{name}: looking for bad accesses and races ...", file=sys.stderr)
+    faults = sanitizers.sanitize([name], device, schedules=schedules)
+    return [Failure("bad accesses and races", fault, "sanitizers") for fault in faults]
+
+
+def conclude(
+    findings: Findings, faults: Sequence[Failure], name: str, dtypes: Sequence[str], *, timed: bool
+) -> Findings:
+    """Add what the sanitizers found and, for a backend that passed, what nvcc says or the times.
+
+    name, dtypes: as suite.verify() got them. timed: time it, unless it is emulated.
+    """
+    races = sum(failure.what.startswith(RACES) for failure in findings.failures)
     findings.failures[races:races] = faults  # a race explains other faults
     if findings.passed and findings.emulated:
         _compile(findings)
-    elif findings.passed and not findings.emulated and timed:
-        _time(findings, name, dtypes or report.spec.dtypes)
+    elif findings.passed and timed:
+        _time(findings, name, dtypes or findings.report.spec.dtypes)
     return findings
-
-
-def _sanitize(name: str, device: str, schedules: int) -> list[Failure]:
-    """Return what the sanitizers of the device find."""
-    from attention_kernels.inspection.sanitize import sanitize
-
-    print(f"{name}: looking for bad accesses and races ...", file=sys.stderr)
-    faults = sanitize([name], device, schedules=schedules)
-    return [Failure("bad accesses and races", fault, "sanitizers") for fault in faults]
 
 
 def _compile(findings: Findings) -> None:
@@ -175,7 +154,9 @@ def _time(findings: Findings, name: str, dtypes: Sequence[str]) -> None:
         decode=not report.has_attention,
     )
     study.device = "cuda" if report.device == "cuda" else "cpu"
-    findings.timing = run(study).of("time")
+    with contextlib.closing(Kernels(study)) as subject:
+        subject.limits(is_recorded=False)
+        findings.timing = [row for row in time_cells(subject) if row.metric == "time"]
     for row in findings.timing:
         is_other = row.contender == BASELINE != report.spec.name
         if row.status == "failed" and not is_other:

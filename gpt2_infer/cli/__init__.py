@@ -14,14 +14,12 @@ import io
 import json
 import re
 import sys
-import typing
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import cyclopts
-import docstring_parser
 from cyclopts import Parameter
 
 from gpt2_infer import __version__
@@ -173,21 +171,6 @@ def function_of(name: str) -> Callable[..., Any]:
 def first_line(function: Callable[..., Any]) -> str:
     """Return the first line of a docstring."""
     return (function.__doc__ or "").partition("\n")[0]
-
-
-def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a command's function, with types and helps in their annotations."""
-    given = inspect.signature(function).parameters
-    types = typing.get_type_hints(function, include_extras=True)
-    for described in docstring_parser.parse(function.__doc__ or "").params:
-        name = described.arg_name
-        types[name] = Annotated[types[name], Parameter(help=described.description)]
-    return {name: given[name].replace(annotation=types[name]) for name in given}
-
-
-def extras(parameter: inspect.Parameter) -> tuple[Any, ...]:
-    """Return the metadata of a parameter's annotation."""
-    return typing.get_args(parameter.annotation)[1:]
 
 
 def _default(value: object) -> str | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import anyio
+import cyclopts
 import msgspec
 from anyio import from_thread, to_thread
 from mcp.server.context import ServerRequestContext
@@ -30,9 +31,8 @@ from mcp_types import (
 
 from attention_kernels.child import ending
 from gpt2_infer import __version__
-from gpt2_infer.cli import call, extras, function_of, parameters
+from gpt2_infer.cli import call, function_of
 from gpt2_infer.cli.console import EXIT_BAD_INPUT, EXIT_FAILED, message_of, plain
-from gpt2_infer.cli.options import HIDDEN, Model
 
 INSTRUCTIONS = (
     "Write an attention kernel as a version file, *.cu; verify it; look at its memory accesses, "
@@ -67,17 +67,19 @@ def serve() -> None:
 
 def arguments_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
     """Return a struct of the parameters that a program may give; others are refused by name."""
-    every = parameters(function)
-    if function.__name__ == "diverge":  # the options of the model are arguments, too
-        every |= parameters(Model)
-    fields: list[tuple[str, Any, Any]] = []
-    for name, parameter in every.items():
-        if HIDDEN not in extras(parameter):
-            meaning = msgspec.Meta(description=extras(parameter)[-1].help)
-            has_default = parameter.default is not parameter.empty
-            default = parameter.default if has_default else msgspec.NODEFAULT
-            fields.append((name, Annotated[parameter.annotation, meaning], default))
-    return msgspec.defstruct(function.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+    app = cyclopts.App()
+    app.default(function)
+    # The options of its model are arguments, too; that of the name takes the place of all of them.
+    takes_model = function.__name__ == "diverge"
+    fields: dict[str, tuple[str, Any, Any]] = {}
+    for argument in app.assemble_argument_collection(parse_docstring=True):
+        given, parameter = argument.field_info, argument.parameter
+        if parameter.parse is not False and (takes_model or not argument.keys):
+            meaning = msgspec.Meta(description=parameter.help)
+            default = msgspec.NODEFAULT if given.default is given.empty else given.default
+            fields[given.name] = given.name, Annotated[given.annotation, meaning], default
+    kept = [*fields.values()]
+    return msgspec.defstruct(function.__name__, kept, kw_only=True, forbid_unknown_fields=True)
 
 
 async def _list(_: ServerRequestContext, __: PaginatedRequestParams | None) -> ListToolsResult:

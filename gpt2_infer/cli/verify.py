@@ -64,20 +64,23 @@ def verify(
         on_check: called after each check with the number that are done and of all
     """
     child.start_server()  # it imports torch while this process does
+    from attention_kernels.judge import suite
     from gpt2_infer.bench import verdict
 
-    return verdict.verify(
+    verdict.prepare()
+    faults = verdict.sanitize(name, device or "", schedules) if sanitize else []
+    report = suite.verify(
         name,
         device or "",
         dtypes=dtypes,
         seed=seed,
-        timeout_s=timeout_s,
-        sanitized=sanitize,
-        schedules=schedules,
         quick=quick,
-        timed=not (no_timing or quick),
+        timeout_s=timeout_s,
         on_check=on_check,
     )
+    findings = verdict.Findings(report, sanitize, quick, [*report.failures])
+    timed = not (no_timing or quick)
+    return verdict.conclude(findings, faults, name, dtypes, timed=timed)
 
 
 def text(findings: Findings, **_: object) -> str:

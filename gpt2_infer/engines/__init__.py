@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpt2_infer.engines.base import Engine, room
+from gpt2_infer.engines.base import Engine, key_of, room
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.cpu_step import FusedOnCPU
 from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused
@@ -40,7 +40,9 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
         engine.begin(model, request)
 
     most = 0 if name == "eager" else room(model.device)
-    key = kind.shape(model, request, name)
+    # One engine can serve all requests of the same key in turn.
+    sizes = len(kind.padded_rows(request)), kind.needed(model, request, name)
+    key = kind, name, *sizes, *key_of(model, request)
     return model.prepared.lend(key, lambda: _make(model, request, kind, name), begin, most)
 
 

@@ -58,12 +58,6 @@ class Engine:
         return reasons + uncaptured(model.attention, *decoders)
 
     @classmethod
-    def shape(cls, model: GPT2, request: Request, name: EngineName) -> Hashable:
-        """Return a key; one engine can serve all requests of the same key in turn."""
-        rows, capacity = len(cls.padded_rows(request)), cls.needed(model, request, name)
-        return cls, name, rows, capacity, *key_of(model, request)
-
-    @classmethod
     def needed(cls, model: GPT2, request: Request, name: EngineName) -> int:
         """Return the capacity of a row in positions."""
         last = max(map(len, request.rows)) + request.max_new_tokens
@@ -193,8 +187,7 @@ def uncaptured(*specs: BackendSpec) -> list[str]:
 def kernel_refusals(model: GPT2, dtypes: Sequence[str]) -> list[str]:
     """Return the reasons why our own kernels, which take these dtypes, cannot run a model."""
     config = model.config
-    widths = config.n_embd, config.inner_dim
-    reasons = product.refusals(model.device, model.dtype, dtypes, widths)
+    reasons = product.refusals(model.device, model.dtype, config, dtypes)
     if not config.is_gelu_tanh:
         reasons.append(f"activation_function {config.activation_function} (it takes gelu_new)")
     return reasons

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def _op(dtype: str, device_type: str) -> Callable[..., None]:
     return load_op(build, device_type, "the step of a large batch")
 
 
+@dataclass(eq=False)
 class BatchStep:
     """The passes of one model over one cache; each call enqueues its kernels.
 
@@ -71,19 +73,17 @@ class BatchStep:
     cache; choose() adds `active` to them.
     """
 
-    def __init__(
-        self,
-        model: GPT2,
-        cache: KVCache,
-        tokens: Tensor,
-        lengths: Tensor,
-        active: Tensor,
-        logprobs: Tensor,
-    ) -> None:
-        self.model, self.cache = model, cache
-        self.tokens, self.lengths, self.active = tokens, lengths, active
-        self.logprobs = logprobs
-        self.embeddings = [table.weight.contiguous() for table in (model.wte, model.wpe)]
+    model: GPT2
+    cache: KVCache
+    tokens: Tensor
+    lengths: Tensor
+    active: Tensor
+    logprobs: Tensor
+
+    def __post_init__(self) -> None:
+        model = self.model
+        tables = {"wte": model.wte, "wpe": model.wpe}
+        self.embeddings = {name: table.weight.contiguous() for name, table in tables.items()}
         self.blocks = [*model.blocks()]
         self.norms = [*(block.ln_1 for block in self.blocks), model.ln_f]
         self._op = _op(dtype_name(model.dtype), model.device.type)
@@ -93,18 +93,9 @@ class BatchStep:
         model = self.model
         shape = len(self.tokens), model.config.n_embd
         x, normed = (model.wte.weight.new_empty(shape) for _ in range(2))
-        self._run(
-            BEGIN,
-            len(x),
-            tokens=self.tokens,
-            lengths=self.lengths,
-            seqlens=self.cache.seqlens,
-            wte=self.embeddings[0],
-            wpe=self.embeddings[1],
-            x=x,
-            normed=normed,
-            **self._norm(self.norms[0]),
-        )
+        state = {"tokens": self.tokens, "lengths": self.lengths, "seqlens": self.cache.seqlens}
+        norm = self._norm(self.norms[0])
+        self._run(BEGIN, len(x), x=x, normed=normed, **state, **self.embeddings, **norm)
         for layer, (block, next_norm) in enumerate(zip(self.blocks, self.norms[1:], strict=True)):
             heads = self._attend(layer, block.attn, block.attn.c_attn.forward(normed))
             normed = self._finish(block, x, heads, next_norm)

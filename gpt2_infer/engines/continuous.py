@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from attention_kernels import KernelError, OutputError, UnsupportedError
-from gpt2_infer.engines.base import room
+from gpt2_infer.engines.base import key_of, room
 from gpt2_infer.engines.fused import power_of_two
 from gpt2_infer.engines.slots import Integers, Slots, Work
 from gpt2_infer.errors import RequestError
@@ -207,13 +207,9 @@ class Continuous:
 
     def _run(self, requests: Sequence[Member]) -> Iterator[Result]:
         self.set_up_s = 0.0
-
-        def length(member: Member) -> int:
-            return self._padded(member[1])
-
         mixes = self.model.decode_attention.version is not None
-        ordered = sorted(requests, key=length)
-        for _, members in itertools.groupby(ordered, lambda member: mixes or length(member)):
+        ordered = sorted(requests, key=self._padded)
+        for _, members in itertools.groupby(ordered, lambda member: mixes or self._padded(member)):
             yield from self._run_apart([*members])
 
     def _run_apart(self, members: Sequence[Member]) -> Iterator[Result]:
@@ -235,13 +231,13 @@ class Continuous:
         yield from self._run_apart(rows[:middle])
         yield from self._run_apart(rows[middle:])
 
-    def _padded(self, request: Request) -> int:
+    def _padded(self, member: Member) -> int:
         """Return the length to which a request's prompt is padded."""
-        padded = power_of_two(max(MIN_PROMPT, len(request.rows[0])))
+        padded = power_of_two(max(MIN_PROMPT, len(member[1].rows[0])))
         return min(padded, self.model.config.n_positions)
 
     def _run_together(self, members: Sequence[Member]) -> Iterator[Result]:
-        lengths = [self._padded(request) for _, request in members]
+        lengths = [*map(self._padded, members)]
         started = time.perf_counter()
         slots, keep = self._lend_slots(members[0][1], lengths[-1])
         self.set_up_s += time.perf_counter() - started
@@ -287,20 +283,20 @@ class Continuous:
         """Return slots, kept from an earlier run if possible, and a function that keeps them."""
         model = self.model
         capacity = min(longest + request.max_new_tokens, model.config.n_positions)
-        shape = model, request, self.batch, capacity, self.engine
+        # The same slots can serve all runs of the same key in turn.
+        sizes = self.batch, capacity, request.max_new_tokens
+        key = Slots, self.engine, *sizes, *key_of(model, request)
         most = room(model.device) if self.engine == "graph" else 0
 
         def make() -> Slots:
             try:
-                return Slots(*shape)
+                return Slots(model, request, self.batch, capacity, self.engine)
             except torch.OutOfMemoryError:
                 if not clear_all():
                     raise
-                return Slots(*shape)
+                return Slots(model, request, self.batch, capacity, self.engine)
 
-        return model.prepared.lend(
-            Slots.key(*shape), make, lambda slots: slots.begin(model, request), most
-        )
+        return model.prepared.lend(key, make, lambda slots: slots.begin(model, request), most)
 
 
 def _next_group(

@@ -29,13 +29,23 @@ class Ends:
     """
 
     def __init__(self, model: GPT2) -> None:
-        self._wte, self._head = weights_by_rows(model)
-        self._wpe = model.wpe.weight
-        self._multiprocessors = count_multiprocessors(model.device)
+        self._wte, head = weights_by_rows(model)
+        norm = next(iter(model.blocks())).ln_1
+        self._model: dict[str, Tensor | float] = {
+            "wte": self._wte,
+            "wpe": model.wpe.weight,
+            "ln_weight": norm.weight,
+            "ln_bias": norm.bias,
+            "epsilon": norm.eps,
+            "head": head,
+            "vocab_size": len(head),
+            "width": head.shape[1],
+            "multiprocessors": count_multiprocessors(model.device),
+        }
+        """The fields that are the same in every launch."""
         # The logits of the last pass; captured graphs write to the same tensor again.
-        self.last_logits = self._wte.new_empty(0, len(self._head))
+        self.last_logits = self._wte.new_empty(0, len(head))
         self._largest = self._wte.new_empty(0, dtype=torch.long)  # a key for each row
-        self._norm = next(iter(model.blocks())).ln_1
         self._op = own_op(CSRC / "v03_ends.cu", "recompute_", model.device.type)
 
     def begin(self, tokens: Tensor, *, packs: bool) -> tuple[Tensor, Activation]:
@@ -47,24 +57,12 @@ class Ends:
         batch, seqlen = tokens.shape
         if len(self._largest) != batch:
             self._largest = tokens.new_empty(batch)
-            self.last_logits = self._wte.new_empty(batch, len(self._head))
+            self.last_logits = self._wte.new_empty(batch, self.last_logits.shape[1])
         x = self._wte.new_empty(batch * seqlen, self._wte.shape[1])
         normed: Activation = Packed.empty(len(x), x.shape[1], x) if packs else torch.empty_like(x)
-        self._launch(
-            BEGIN,
-            tokens,
-            seqlen=seqlen,
-            token_stride=tokens.stride(0),
-            epsilon=self._norm.eps,
-            tokens=tokens,
-            wte=self._wte,
-            wpe=self._wpe,
-            ln_weight=self._norm.weight,
-            ln_bias=self._norm.bias,
-            x=x,
-            largest=self._largest,
-            **{"packed": normed.data} if isinstance(normed, Packed) else {"normed": normed},
-        )
+        written = {"packed": normed.data} if isinstance(normed, Packed) else {"normed": normed}
+        sizes = {"seqlen": seqlen, "token_stride": tokens.stride(0)}
+        self._launch(BEGIN, tokens, tokens=tokens, x=x, **sizes, **written)
         return x, normed
 
     def keep(self, x: Tensor, heads: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,15 +82,7 @@ class Ends:
         The next pass overwrites them. x: contiguous (batch, width), normalized by ln_f.
         """
         assert len(self._largest) == len(x), "call begin() first"
-        self._launch(
-            LOGITS,
-            x,
-            multiprocessors=self._multiprocessors,
-            x=x,
-            head=self._head,
-            logits=self.last_logits,
-            largest=self._largest,
-        )
+        self._launch(LOGITS, x, x=x)
         return self.last_logits
 
     def choose(self, tokens: Tensor, lengths: Tensor, newest: Tensor) -> None:
@@ -101,18 +91,12 @@ class Ends:
         tokens: int64 (batch, capacity). lengths and newest: int64 (batch,); lengths grows, newest
         gets the token.
         """
-        self._launch(
-            CHOOSE,
-            lengths,
-            token_stride=tokens.stride(0),
-            largest=self._largest,
-            tokens=tokens,
-            lengths=lengths,
-            newest=newest,
-        )
+        given = {"tokens": tokens, "lengths": lengths, "newest": newest}
+        self._launch(CHOOSE, lengths, token_stride=tokens.stride(0), **given)
 
-    def _launch(self, kernel: int, sequences: Tensor, **values: Tensor | float) -> None:
-        batch, (vocab_size, width) = len(sequences), self._wte.shape
+    def _launch(self, kernel: int, sequences: Tensor, **given: Tensor | float) -> None:
+        """Launch a kernel; given: the fields that differ from launch to launch."""
+        results = {"logits": self.last_logits, "largest": self._largest}
+        values = {"kernel": kernel, "batch": len(sequences), **self._model, **results, **given}
         plain = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in values.items()}
-        params = EndsParams(kernel=kernel, batch=batch, width=width, vocab_size=vocab_size, **plain)
-        self._op(sequences, torch.frombuffer(params, dtype=torch.uint8))
+        self._op(sequences, torch.frombuffer(EndsParams(**plain), dtype=torch.uint8))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2_infer.engines import batch_step
-from gpt2_infer.engines.base import capture, key_of, pool_bytes
+from gpt2_infer.engines.base import capture, pool_bytes
 from gpt2_infer.linear import without_autocast
 from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName, Request
@@ -75,14 +75,6 @@ class Slots:
         self.prompts: dict[int, _Prompts] = {}
         self.graph: torch.cuda.CUDAGraph | None = None
         self.begin(model, request)
-
-    @staticmethod
-    def key(
-        model: GPT2, request: Request, batch: int, capacity: int, engine: EngineName
-    ) -> Hashable:
-        """Return a key; the same slots can serve all runs of the same key in turn."""
-        sizes = (batch, capacity, request.max_new_tokens)
-        return Slots, engine, *sizes, *key_of(model, request)
 
     @property
     def nbytes(self) -> int:

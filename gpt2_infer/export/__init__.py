@@ -68,23 +68,11 @@ class Export:
         if sources(self.version) != (self.own, self.shared):
             raise RequestError(f"{self.version.path.name} changed while it was verified: try again")
         check_folder(self.folder)
-        files = self._files()
-        files |= {f"csrc/{name}": text for name, text in self.own.items()}
+        files = {f"csrc/{name}": text for name, text in {**self.shared, **self.own}.items()}
         files[self.kernel] = files.pop(f"csrc/{self.version.path.name}")
-        files["README.md"] = self._fill("README.md", verdict=verdict, times=times)
-        for name, text in files.items():
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text)
-        # kernel-builder makes the page on the Hub from it
-        (self.folder / "CARD.md").symlink_to("README.md")
-        return sorted(files)
-
-    def _files(self) -> Files:
-        """Return a repository for kernel-builder, less the kernel."""
-        files = {f"csrc/{name}": text for name, text in self.shared.items()}
         binding = (header.csrc_of(self.version) / "binding.cpp").read_text()
-        return files | {
+        files |= {
+            "README.md": self._fill("README.md", verdict=verdict, times=times),
             "build.toml": self._fill("build.toml.in"),
             "flake.nix": self._fill("flake.nix.in"),
             "LICENSE": (HUB / "LICENSE").read_bytes(),
@@ -93,6 +81,13 @@ class Export:
             f"tests/test_{self.module}.py": self._fill("test.py.in"),
             f"benchmarks/benchmark_{self.module}.py": self._fill("benchmark.py.in"),
         }
+        for name, text in files.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+        # kernel-builder makes the page on the Hub from it
+        (self.folder / "CARD.md").symlink_to("README.md")
+        return sorted(files)
 
     def _fill(self, template: str, **more: str) -> bytes:
         """Return a template with the export's values."""

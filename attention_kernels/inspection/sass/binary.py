@@ -36,7 +36,8 @@ def read(
         raise BinaryError(path.name, f"there is no file {path}")
     code = path.read_bytes()
     if path.suffix == ".cu":
-        _compile(path, gpu.arch, cubin)
+        flags = [f"-arch=sm_{gpu.arch}", "-O3", "-lineinfo", "-cubin", str(path), "-o", str(cubin)]
+        compilers.output_of([*compilers.binding_flags("cuda", path.parent), *flags])
     elif code[:4] == b"\x7fELF" and code[18:20] == _EM_CUDA.to_bytes(2, "little"):
         cubin.write_bytes(code)
     else:
@@ -47,11 +48,6 @@ def read(
     elf = compilers.output_of([find_disassembler("cuobjdump"), "-elf", "-fun", symbol, str(cubin)])
     packed, size = pack(arguments, parameters_of(symbol, elf), path.name)
     return program, symbol, packed, size
-
-
-def _compile(path: Path, arch: str, cubin: Path) -> None:
-    flags = [f"-arch=sm_{arch}", "-O3", "-lineinfo", "-cubin", str(path), "-o", str(cubin)]
-    compilers.output_of([*compilers.binding_flags("cuda", path.parent), *flags])
 
 
 def parameters_of(symbol: str, elf: str) -> list[tuple[int, int]]:

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-
-mpl.use("Agg")  # a backend without a display; set before pyplot is imported
-
-import matplotlib.pyplot as plt
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -37,9 +34,8 @@ STYLE = Path(__file__).with_name("charts.mplstyle")
 QUIET = "#555555"
 PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 WHISKERS = "median, least to most"
-BESIDE: dict[str, Any] = {
-    "textcoords": "offset points"
-}  # a text is shifted by some points from its place
+BESIDE: dict[str, Any] = {"textcoords": "offset points"}
+"""Shifts a text by some points from its place."""
 
 
 def render(file: File, wanted: Container[str] | None = None) -> dict[str, bytes]:
@@ -49,12 +45,11 @@ def render(file: File, wanted: Container[str] | None = None) -> dict[str, bytes]
     the processor.
     """
     drawn = {}
-    with plt.style.context(STYLE):
+    with style.context(STYLE):
         for name, plot in PLOTS.get(file.study["kind"], {}).items():
             if (wanted is None or name in wanted) and (figure := plot(file)):
                 buffer = io.BytesIO()
                 figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-                plt.close(figure)
                 drawn[name] = buffer.getvalue()
     return drawn
 
@@ -77,8 +72,8 @@ def time_lines(file: File) -> Figure | None:
     group = _timed(file)
     if len({*map(length, group)}) < 2:
         return None
-    figure: Figure
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
     left.set(xlabel="seqlen", ylabel=f"microseconds: {WHISKERS}", yscale="log")
     right.set(xlabel="seqlen", ylabel="TFLOP/s", yscale="log")
     _draw_lines(left, group, lambda _, microseconds: microseconds)
@@ -135,9 +130,9 @@ def median_bars(file: File) -> Figure | None:
     else:
         title = f"Generation, {cell_name(rows[0])}: {length(rows[0])} tokens"
         unit, form = "seconds", "{:.3f}"
-    looks, height = _looks(rows), 1.3 + 0.42 * len(rows)
-    figure: Figure
-    figure, axes = plt.subplots(figsize=(9, height), layout="constrained")
+    looks = _looks(rows)
+    figure = Figure(figsize=(9, 1.3 + 0.42 * len(rows)), layout="constrained")
+    axes = figure.subplots()
     axes.set_yticks(range(len(rows)), [row.contender for row in rows], fontsize=8)
     for tick, row in zip(axes.yaxis.get_major_ticks(), rows, strict=True):
         tick.label1.set_verticalalignment("bottom")
@@ -151,14 +146,13 @@ def median_bars(file: File) -> Figure | None:
     axes.set_xlim(0, 1.12 * max(row.spread[1] for row in rows))
     axes.xaxis.set_major_formatter(PLAIN)
     axes.grid(visible=False, axis="y")
-    whiskers = zip(
-        *((row.median - row.spread[0], row.spread[1] - row.median) for row in rows), strict=True
-    )
+    below = [row.median - row.spread[0] for row in rows]
+    above = [row.spread[1] - row.median for row in rows]
     axes.barh(
         range(len(rows)),
         [row.median for row in rows],
         color=[looks[row.contender][0] for row in rows],
-        xerr=[*whiskers],
+        xerr=[below, above],
         error_kw={"linewidth": 0.8},
     )
     axes.set_xlabel(f"{unit}: {WHISKERS}")
@@ -186,7 +180,7 @@ def _looks(group: Sequence[Row]) -> dict[str, tuple[str, str]]:
     for family in dict.fromkeys(families.values()):
         steps = [n for n in names if families[n] == family and re.search(r"_\d+$", n)]
         for index, name in enumerate(steps if len(steps) > 1 else []):
-            shade = plt.get_cmap("viridis")(0.95 - 0.95 * index / (len(steps) - 1))
+            shade = mpl.colormaps["viridis"](0.95 - 0.95 * index / (len(steps) - 1))
             shades[name] = to_hex(shade)
     fixed = {COLOURS.get(n) for n in names}
     free = iter([colour for colour in OTHERS if colour not in fixed] * 9)

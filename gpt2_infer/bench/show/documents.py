@@ -11,15 +11,17 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gpt2_infer.bench.record import File, Row, newest, read
-from gpt2_infer.bench.show import inspected, ladders, predicted, tables
-from gpt2_infer.bench.show.figures import main_rows, where
+from gpt2_infer.bench.record import File, Row, newest, read, timings_of
+from gpt2_infer.bench.show import inspected, ladders, tables
+from gpt2_infer.bench.show.figures import length, main_rows, where
 from gpt2_infer.bench.show.pivot import Table, markdown, pivot
 
+MEASURES = "cells", "mean error", "median", "off by over 30 %", "the worst, ratio"
 SCORE = "corpus", "items", "kinds re-enacted", "cheats", "caught", "harmless", "passed", "timed"
 
 
@@ -64,9 +66,24 @@ def accuracy(*tasks: tuple[str, ...]) -> None:
     lines = []
     for task, *measured in tasks:
         (path, file), (own, timed) = _newest(task), _newest(*measured)
-        errors = predicted.errors(file, main_rows(timed))
-        lines.append([_link(path, task), _link(own, measured[0]), *predicted.summary(errors)])
-    _print(markdown(["predicted", "measured", *predicted.SUMMARY], lines))
+        errors = _errors(file, main_rows(timed))
+        lines.append([_link(path, task), _link(own, measured[0]), *errors])
+    _print(markdown(["predicted", "measured", *MEASURES], lines))
+
+
+def _errors(file: File, timed: Sequence[Row]) -> list[str]:
+    """Summarize how far a file's predictions are from measurements, in the columns of MEASURES."""
+    ratios = {
+        (row.contender, length(row)): row.median / found[0].median
+        for row in file.rows
+        if row.samples and (found := timings_of(row, timed))
+    }
+    off = {key: abs(ratio - 1) for key, ratio in ratios.items()}
+    name, seqlen = worst = max(off, key=lambda key: off[key])
+    mean, median = statistics.mean(off.values()), statistics.median(off.values())
+    far = sum(error > 0.3 for error in off.values())
+    worst_ratio = f"`{name}`, N={seqlen}: {ratios[worst]:.2f}"
+    return [f"{len(off)}", f"{mean:.1%}", f"{median:.1%}", f"{far}", worst_ratio]
 
 
 def score(path: Path = Path("results", "cheats.json")) -> None:

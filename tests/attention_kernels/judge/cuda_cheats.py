@@ -105,6 +105,12 @@ cuda(
 cuda(
     "launches_nothing_while_captured", "Its graph is empty.", "the timed outputs are wrong", **CLOCK
 )
+cuda(
+    "keeps_its_inputs_in_l2",
+    "It asks for a part of L2 in which its inputs persist; test_clock.py counts what comes of it.",
+    "passed",
+    **CLOCK,
+)
 
 # Results
 cuda("writes_nothing", "It returns what was in memory.", ERROR, **BOTH)

@@ -20,7 +20,9 @@ from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import judged, run_check
 from attention_kernels.judge.truth import naive_attention
 from attention_kernels.judge.worker import RejectedTimeError, Runner, Timing
-from tests.conftest import DEVICES
+from tests.attention_kernels.judge import cuda_cheats  # noqa: F401 - adds its rows
+from tests.attention_kernels.judge.cheats import CHEATS
+from tests.conftest import DEVICES, version_file
 
 # Two bytes per number and an odd count of them; head_dims that are no powers of two; both layouts.
 CASES = [
@@ -183,29 +185,34 @@ def test_a_graph_s_calls_are_chained_too():
 
 
 ROTATES = """
-from attention_kernels import get_backend
+from attention_kernels import ladder
 from attention_kernels.judge.clock import Numbers
 from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.timing import sets_of
 from attention_kernels.judge.worker import Runner
-case = Case(1024, 64, num_heads=12)
+case = Case(1024, {head_dim}, num_heads=12)
 numbers = Numbers(case, sets_of(case, "cuda"))
-Runner(get_backend({0!r}), "cuda").time(numbers.request(1, contiguous=False))
+Runner(ladder.resolve({what!r}), "cuda").time(numbers.request(1, contiguous=False))
 """
+(PERSISTS,) = (row for row in CHEATS if row.name == "keeps_its_inputs_in_l2")
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_no_call_finds_its_inputs_in_the_l2():
+@pytest.mark.parametrize("is_cheat", [False, True])
+def test_no_call_finds_its_inputs_in_the_l2(is_cheat):
     """Each call reads its inputs from memory, except 64 bytes per row that the chain has read."""
     if not shutil.which("ncu"):
         pytest.skip("ncu is not on PATH")
-    name, case = "CUSTOM_CUDA_VERSION_15", Case(1024, 64, num_heads=12)
+    what, head_dim = "CUSTOM_CUDA_VERSION_15", 64
+    if is_cheat:
+        what, head_dim = str(version_file(f"v01_{PERSISTS.name}.cu", PERSISTS.source)), 32
+    case = Case(1024, head_dim, num_heads=12)
     options = "--csv --page raw --cache-control none --clock-control none --graph-profiling node"
     options += " --kernel-name-base mangled -k regex:9attention --print-units base -c 200"
     counter = "dram__bytes_read.sum"
     command = ["ncu", *options.split(), "--metrics", counter, sys.executable, "-c"]
-    command.append(ROTATES.format(name))
+    command.append(ROTATES.format(what=what, head_dim=head_dim))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]

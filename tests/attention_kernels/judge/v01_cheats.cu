@@ -27,9 +27,10 @@
 
 #define IS_HONEST  // the name of a cheat, instead of this, makes it one
 
-#if defined(WORKS_ON_A_STREAM_OF_ITS_OWN) || defined(FORKS_AND_NEVER_JOINS) || \
-    defined(WORKS_ON_A_STREAM_OF_ITS_OWN_WHILE_CAPTURED) ||                    \
-    defined(OVERLAPS_CALLS_WHILE_CAPTURED) || defined(LAUNCHES_NOTHING_WHILE_CAPTURED)
+#if defined(WORKS_ON_A_STREAM_OF_ITS_OWN) || defined(FORKS_AND_NEVER_JOINS) ||            \
+    defined(WORKS_ON_A_STREAM_OF_ITS_OWN_WHILE_CAPTURED) ||                               \
+    defined(OVERLAPS_CALLS_WHILE_CAPTURED) || defined(LAUNCHES_NOTHING_WHILE_CAPTURED) || \
+    defined(KEEPS_ITS_INPUTS_IN_L2)
 #define USES_A_SIDE_STREAM
 #endif
 
@@ -299,6 +300,24 @@ cudaError_t overlapping(const Params& params, cudaStream_t stream) {
 }
 #endif
 
+#ifdef KEEPS_ITS_INPUTS_IN_L2
+// Asks for as much of L2 as there is, and for all of K and V to stay there: also in the graph, whose
+// kernels take over the stream's window.
+void persist(const Params& params, cudaStream_t stream) {
+  int most = 0;
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxAccessPolicyWindowSize, 0);
+  if (!is_capturing(stream)) cudaDeviceSetLimit(cudaLimitPersistingL2CacheSize, size_t(1) << 26);
+  const size_t bytes = 2 * sizeof(float) * params.batch * params.k_strides.batch;
+  cudaStreamAttrValue value = {};
+  value.accessPolicyWindow.base_ptr = const_cast<void*>(params.k);
+  value.accessPolicyWindow.num_bytes = min(bytes, static_cast<size_t>(most));
+  value.accessPolicyWindow.hitRatio = 1.0f;
+  value.accessPolicyWindow.hitProp = cudaAccessPropertyPersisting;
+  value.accessPolicyWindow.missProp = cudaAccessPropertyStreaming;
+  cudaStreamSetAttribute(stream, cudaStreamAttributeAccessPolicyWindow, &value);
+}
+#endif
+
 cudaError_t launch(const Params& params, cudaStream_t stream) {
 #if defined(ENDS_WITH_STATUS_0)
   _exit(0);
@@ -344,6 +363,9 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
   for (const void* q : seen)
     if (q == params.q) return cudaSuccess;
   seen[calls++ % 64] = params.q;
+  return honest(params, stream);
+#elif defined(KEEPS_ITS_INPUTS_IN_L2)
+  persist(params, stream);
   return honest(params, stream);
 #elif defined(SAYS_STRIDED_AND_IS_NOT)
   Params taken = params;

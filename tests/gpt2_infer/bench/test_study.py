@@ -41,7 +41,7 @@ def test_rounds_are_interleaved_the_first_is_dropped_and_a_failure_stops_no_othe
             yield Contender(kernel(name, []), lambda name=name: sample(name), recheck)
         yield Contender(kernel("REFUSED", [], status="refused", reason="not this"))
 
-    good, call, *others = time_cells(subject(contenders, CELLS[:1]), progress(None))
+    good, call, *others = time_cells(subject(contenders, CELLS[:1]))
     kept = ["GOOD", "LATE", "WRONG_AFTERWARDS"]
     assert order == ["GOOD", "REJECTED", "LATE", "WRONG_AFTERWARDS", *kept, *kept]
     assert (good.status, good.samples) == ("ok", [6.23457, 9.23457])
