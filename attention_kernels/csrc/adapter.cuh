@@ -25,6 +25,7 @@
 #define TORCH_LIBRARY_IMPL(name, key, module) ATTENTION_UNUSED(__LINE__, module)
 #define REGISTER_EXTENSION(name)
 #ifdef ATTENTION_EMULATOR  // the CPU is the device
+#include "emulator/torch_device.h"
 #define is_cuda is_cpu
 #define kCUDA kCPU
 #endif

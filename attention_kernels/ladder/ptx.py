@@ -116,7 +116,7 @@ def is_foreign(source: bytes) -> bool:
 def translate(text: str, own: Path) -> str:
     """Return preprocessed source in which calls have replaced the inline PTX.
 
-    A pointer replaces `extern __shared__ T name[]` in a function, and a product with a settings
+    A pointer replaces `extern __shared__ T name[]` in a function, and an operator ->* with a settings
     object `kernel<<<...>>>(...)`: see host.h. The headers in the folder `own`
     and the system's may contain the CPU's assembly, which is kept. Raises BuildError for what is
     not in ptx.txt, with file and line.
@@ -146,7 +146,7 @@ def translate(text: str, own: Path) -> str:
         is_text = line.replace(r"\"", "").count('"') % 2 == 1
         if is_text or not _marker(text, found.start(), own):
             return found[0]
-        return f" * ::attention::emulator::LaunchSettings({found[1]})"
+        return f" ->* ::attention::emulator::LaunchSettings({found[1]})"
 
     return LAUNCH.sub(settings, text)
 

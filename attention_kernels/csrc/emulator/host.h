@@ -13,7 +13,7 @@
 namespace attention::emulator {
 
 // A launch by <<<grid, block, bytes, stream>>>, which ladder/ptx.py makes of
-//   kernel<<<...>>>(arguments)   by   kernel * LaunchSettings(...)(arguments)
+//   kernel<<<...>>>(arguments)   by   kernel ->* LaunchSettings(...)(arguments)
 template <typename... Arguments>
 struct BoundLaunch;
 struct LaunchSettings {
@@ -35,7 +35,7 @@ struct BoundLaunch {
 
 // Launches at once, so that host code may free what the kernel uses.
 template <typename... Parameters, typename... Arguments>
-void operator*(void (*kernel)(Parameters...), const BoundLaunch<Arguments...>& bound) {
+void operator->*(void (*kernel)(Parameters...), const BoundLaunch<Arguments...>& bound) {
   if (take_error(true) != cudaSuccess) return;  // later launches would drop its message
   const auto [grid, block, smem_bytes] = bound.settings;
   const cudaError_t error = std::apply(
