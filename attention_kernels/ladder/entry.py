@@ -6,13 +6,15 @@ csrc/adapter.cuh has the names that the Entry may use, and copies tensors of ano
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from attention_kernels.ladder.compilers import BuildError
-from attention_kernels.ladder.header import VersionHeader, calls_of
+from attention_kernels.ladder.header import FIELDS, VersionHeader, calls_of
 
 NAMES = "B N H D q k v o qkv scale causal stream params zeros filled floats ints o_float cu_seqlens"
 SCRATCH = re.compile(r"\b(?:zeros|filled|floats|ints)\s*\(")
@@ -28,6 +30,21 @@ def check(version: VersionHeader, files: Iterable[str]) -> None:
             f"{version.path.name} is no version file, which includes common.cuh and defines "
             "launch(): say what to call, as in --entry 'attn(q, k, v, o, B, N, H, D, scale)'"
         )
+
+
+def adapter(file: Path, text: str, cache: Path) -> Path:
+    """Return a version file in the cache folder that includes a file and has an Entry.
+
+    text: the Entry, and other fields of a header behind `|`. Raises OSError.
+    """
+    entry, *fields = re.split(rf"\|\s*(?=(?:{'|'.join(FIELDS)}):)", text)
+    header = "\n".join(f"// {' '.join(line.split())}" for line in (f"Entry: {entry}", *fields))
+    made = f"// {file.name}\n{header}\n#include {json.dumps(str(file.absolute()))}\n"
+    folder = cache / "entries" / hashlib.sha256(made.encode()).hexdigest()[:16]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as output:
+        output.write(made)
+    return Path(output.name).replace(folder / file.name)
 
 
 def written(version: VersionHeader, folder: Path) -> Path:
