@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -160,6 +161,13 @@ def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str
     """
     csrc = csrc_of(version)
     flags = [*binding_flags(target, csrc), *macros(version)]
+    if version.uses_torch:
+        folders = [torch_folder() / "include", torch_folder() / "include/torch/csrc/api/include"]
+        for folder in [*folders, sysconfig.get_paths()["include"]]:
+            flags += ["-isystem", str(folder)]
+        flags += ["-include", "torch/extension.h", "-DATTENTION_TORCH"]
+        flags += ["-DTORCH_EXTENSION_NAME=attention_entry", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+        flags += ["--expt-relaxed-constexpr"] if target == "cuda" else []
     if target == "cuda":
         for path in (version.path, csrc, torch_folder()):
             if UNSAFE.search(str(path)):
@@ -185,6 +193,8 @@ def macros(version: VersionHeader) -> list[str]:
     flags = [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
     if version.layout == "contiguous":
         flags.append("-DATTENTION_CONTIGUOUS")
+    if version.entry:
+        flags.append("-DATTENTION_ENTRY")
     if version.role != "attention":
         flags.append(f"-DATTENTION_{version.role.upper()}")
     return flags

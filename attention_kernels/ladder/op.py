@@ -343,7 +343,7 @@ def _load_library(library: Path, version: VersionHeader, device_type: str) -> No
             text = (
                 f"{version.path.name} does not define {missing[1]}() as csrc/attention.h declares "
                 "it: a version file includes common.cuh, and defines scratch_floats() and launch() "
-                "in namespace attention::ATTENTION_VERSION"
+                "in namespace attention::ATTENTION_VERSION, or names a function with --entry"
             )
         raise BuildError(text) from error
 

@@ -24,12 +24,23 @@ ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*
 # What needs a translation, or only inline_ptx.h, besides asm.
 FOREIGN = re.compile(
     rb"\bextern\s+(?:(?:__align__|alignas)\s*\(\w+\)\s*)?__shared__\b|__shared__\s+alignas\b"
-    rb"|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
+    rb"|<<<|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
 )
 ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
 _ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)\))\s*)?"
 DYNAMIC = re.compile(
     rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
+)
+LAUNCH = re.compile(r"<<<((?:(?!<<<).)*?)>>>(?=\s*\()", re.S)
+_VOID = r"(?:const\s+)?void\s*(?:const\s*)?\*\s*"
+# The cast hides the kernel's type.
+UNTYPED = re.compile(
+    r"\b(cudaLaunch(?:Cooperative)?Kernel\s*\(\s*)"
+    rf"(?:\(\s*{_VOID}\)|(?:reinterpret|static)_cast\s*<\s*{_VOID}>)"
+)
+# A member of cudaLaunchConfig_t named gridDim or blockDim, a macro.
+MEMBER = re.compile(
+    r"(\.|->)\s*\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)"
 )
 MARKER = re.compile(r'^# (\d+) "([^"\n]*)"((?: \d)*)\n', re.M)
 STRING = re.compile(r'R"(\w*)\((?s:(.*?))\)\1"|("(?:\\.|[^"\\])*")')
@@ -105,14 +116,15 @@ def is_foreign(source: bytes) -> bool:
 def translate(text: str, own: Path) -> str:
     """Return preprocessed source in which calls have replaced the inline PTX.
 
-    A pointer replaces `extern __shared__ T name[]` in a function. The headers in the folder `own`
+    A pointer replaces `extern __shared__ T name[]` in a function, and an operator ->* with a settings
+    object `kernel<<<...>>>(...)`: see host.h. The headers in the folder `own`
     and the system's may contain the CPU's assembly, which is kept. Raises BuildError for what is
     not in ptx.txt, with file and line.
     """
     parts, end = [], 0
     for number, found in enumerate(ASM.finditer(text)):
-        marker = MARKER.match(text, text.rfind("\n# ", 0, found.start()) + 1)
-        if not marker or "3" in marker[3] or own in Path(os.path.normpath(marker[2])).parents:
+        marker = _marker(text, found.start(), own)
+        if not marker:
             continue
         file, line = marker[2], int(marker[1]) + text.count("\n", marker.end(), found.start())
         sections, close = _pieces(text, found.end(), ":")
@@ -126,7 +138,25 @@ def translate(text: str, own: Path) -> str:
         parts += [text[end : found.start()], code, f'\n# {line} "{file}"\n']
         end = close
     text = DYNAMIC.sub(_pointer, "".join([*parts, text[end:]]))
-    return ALIGNED.sub(r"\1 static thread_local", text)
+    text = UNTYPED.sub(r"\1", ALIGNED.sub(r"\1 static thread_local", text))
+    text = MEMBER.sub(r"\1\2_", text)
+
+    def settings(found: re.Match[str]) -> str:
+        line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
+        is_text = line.replace(r"\"", "").count('"') % 2 == 1
+        if is_text or not _marker(text, found.start(), own):
+            return found[0]
+        return f" ->* ::attention::emulator::LaunchSettings({found[1]})"
+
+    return LAUNCH.sub(settings, text)
+
+
+def _marker(text: str, at: int, own: Path) -> re.Match[str] | None:
+    """Return what names file and line of a place; None in our headers and the system's."""
+    marker = MARKER.match(text, text.rfind("\n# ", 0, at) + 1)
+    if not marker or "3" in marker[3] or own in Path(os.path.normpath(marker[2])).parents:
+        return None
+    return marker
 
 
 def _pointer(found: re.Match[str]) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from cyclopts import Group, Parameter
 
-from gpt2_infer.cli.options import MANY, Count, Counts, Device, KernelDtype, Names, Rounds
+from gpt2_infer.cli.options import MANY, Count, Counts, Device, Entry, KernelDtype, Names, Rounds
+from gpt2_infer.cli.versions import adapted
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def compare(
     out: Annotated[Path | None, OUT] = None,
     name: str | None = None,
     backends: Names = (),
+    entry: Entry = None,
     families: Names = (),
     baseline: str | None = None,
     device: Device | None = None,
@@ -76,7 +78,9 @@ def compare(
 
     kind: type[study.KernelStudy | study.GenerationStudy]
     kind = study.KernelStudy if task == "kernel" else study.GenerationStudy
-    settings = {k: v for k, v in given.items() if k not in ("task", "out", "name")}
+    settings = {k: v for k, v in given.items() if k not in ("task", "out", "name", "entry")}
+    if entry is not None:
+        settings["backends"] = adapted(backends, entry)
     for option in settings.keys() - {*kind.__struct_fields__}:
         raise RequestError(f"--{option.replace('_', '-')} is not for --task {task}")
     results = study.run(msgspec.convert(settings, kind, strict=False), name or task, out)

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
-from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN, Model, Text
+from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN, Entry, Model, Text
+from gpt2_infer.cli.versions import adapted
 from gpt2_infer.errors import RequestError
 
 
@@ -33,6 +34,7 @@ def generate(
         tuple[str, ...], Parameter(name="--prompt-file", allow_leading_hyphen=True)
     ] = (),
     backend: str | None = None,
+    entry: Entry = None,
     decode_backend: str | None = None,
     kv_cache: bool = False,
     engine: str = "auto",
@@ -73,6 +75,7 @@ def generate(
     from gpt2_infer.summary import format_report, make_report
 
     settings = text.settings(model)
+    backend, *_ = [*adapted(filter(None, [backend]), entry), None]
     mode = "kv-cache" if kv_cache else "recompute"
     started = time.perf_counter()
     loaded, request = model.load(

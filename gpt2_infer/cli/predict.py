@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from cyclopts import Parameter
 
-from gpt2_infer.cli.options import BACKEND, Count, Counts, KernelDtype, Names, Size, matching
-from gpt2_infer.cli.versions import call_shape, describe, version_of
+from gpt2_infer.cli.options import (
+    BACKEND,
+    Count,
+    Counts,
+    Entry,
+    KernelDtype,
+    Names,
+    Size,
+    matching,
+)
+from gpt2_infer.cli.versions import adapted, call_shape, describe, version_of
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -73,6 +82,7 @@ def predict(
     name: Annotated[str, BACKEND],
     /,
     *,
+    entry: Entry = None,
     gpu: str = "h200",
     seqlens: Annotated[Counts, Parameter(name="--seqlen")] = (1024,),
     head_dim: Count | None = None,
@@ -114,7 +124,7 @@ def predict(
         what = f"{launch.kernel} of {Path(name).name} on {on.name}"
         heading = f"{what}: {blocks} blocks of {threads} threads"
     else:
-        version = version_of(name)
+        version = version_of(*adapted([name], entry))
         builds = {build.dtype: build for build in version.builds()}
         wanted = dtype or version.dtypes[0]
         if wanted not in builds:

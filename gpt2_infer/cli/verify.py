@@ -14,10 +14,12 @@ from gpt2_infer.cli.options import (
     TIMEOUT,
     Count,
     Device,
+    Entry,
     KernelDtype,
     Seconds,
     Seed,
 )
+from gpt2_infer.cli.versions import adapted
 
 if TYPE_CHECKING:
     from attention_kernels.judge.suite import Failure
@@ -31,6 +33,7 @@ def verify(
     name: Annotated[str, BACKEND],
     /,
     *,
+    entry: Entry = None,
     device: Device | None = None,
     dtypes: Annotated[tuple[KernelDtype, ...], MANY] = (),
     seed: Seed | None = None,
@@ -67,7 +70,7 @@ def verify(
     from gpt2_infer.bench import verdict
 
     return verdict.verify(
-        name,
+        *adapted([name], entry),
         device or "",
         dtypes=dtypes,
         seed=seed,

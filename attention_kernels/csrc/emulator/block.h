@@ -186,6 +186,14 @@ void begin_launches();
 // Runs the queued launches and returns the first error. If `error` is one, only returns it.
 cudaError_t finish_launches(cudaError_t error);
 
+// Runs what is queued, and returns its first error.
+cudaError_t run_queued();
+
+// Keeps the error of a launch that returns none, until take_error() returns it; returns its argument.
+// One that a later call on a GPU would return as well is kept on: see Names::call_().
+cudaError_t keep_error(cudaError_t error);
+cudaError_t take_error(bool keeps);
+
 // Called in a kernel: runs the launch before it, and lets the next one start.
 void wait_for_previous();
 void allow_next();

@@ -406,9 +406,9 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   return "unrecognized error code";
 }
 
-// Every call returns its own error; none is stored for later.
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+// Only of a launch by <<<>>>: every other call returns its own error.
+inline cudaError_t cudaGetLastError() { return attention::emulator::take_error(false); }
+inline cudaError_t cudaPeekAtLastError() { return attention::emulator::take_error(true); }
 
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;

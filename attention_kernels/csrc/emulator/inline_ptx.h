@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "cuda_bf16.h"
+#include "host.h"
 #include "ptx.h"
 #include "tma.h"
 #include "wgmma.h"
@@ -641,3 +642,6 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned count) {
 inline unsigned __brev(unsigned x) { return attention::ptx::text::reversed(x); }
 
 #pragma GCC visibility pop
+
+// Defined last: headers that were included before, such as torch's, are for the host.
+#define __CUDA_ARCH__ 900

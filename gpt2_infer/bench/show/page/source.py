@@ -87,7 +87,7 @@ class Kernel:
     @property
     def place(self) -> re.Pattern[str]:
         """The pattern by which a message names a line of the source."""
-        return re.compile(rf"\b{re.escape(self.version.path.name)}:(\d+)")
+        return re.compile(rf"\b{re.escape(self.version.listing.name)}:(\d+)")
 
     @cached_property
     def lines(self) -> list[Line]:
