@@ -179,7 +179,7 @@ def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str
                 flags.append(f"-gencode=arch=compute_{digits}{only},code={code_name(each)}{only}")
         return [*flags, *version.flags]
     for flag in version.flags:
-        if flag.startswith("-D"):
+        if flag.startswith(("-D", "-std=")):
             flags.append(flag)
         elif flag.startswith("-Xcompiler="):
             flags += flag.removeprefix("-Xcompiler=").split(",")

@@ -24,9 +24,11 @@ ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*
 # What needs a translation, or only inline_ptx.h, besides asm.
 FOREIGN = re.compile(
     rb"\bextern\s+(?:(?:__align__|alignas)\s*\(\w+\)\s*)?__shared__\b|__shared__\s+alignas\b"
-    rb"|<<<|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
+    rb"|\bstatic\s+__shared__\b|<<<|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
 )
 ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
+# nvcc also takes `static __shared__`, and kernels rely on arrays being aligned for vectors and fragments.
+STATIC = re.compile(r"\b(?:static\s+)?static thread_local\b(?=([^;(){}=]*\[)?)")
 _ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)\))\s*)?"
 DYNAMIC = re.compile(
     rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
@@ -138,7 +140,8 @@ def translate(text: str, own: Path) -> str:
         parts += [text[end : found.start()], code, f'\n# {line} "{file}"\n']
         end = close
     text = DYNAMIC.sub(_pointer, "".join([*parts, text[end:]]))
-    text = UNTYPED.sub(r"\1", ALIGNED.sub(r"\1 static thread_local", text))
+    text = STATIC.sub(_static, ALIGNED.sub(r"\1 static thread_local", text))
+    text = UNTYPED.sub(r"\1", text)
     text = MEMBER.sub(r"\1\2_", text)
 
     def settings(found: re.Match[str]) -> str:
@@ -157,6 +160,10 @@ def _marker(text: str, at: int, own: Path) -> re.Match[str] | None:
     if not marker or "3" in marker[3] or own in Path(os.path.normpath(marker[2])).parents:
         return None
     return marker
+
+
+def _static(found: re.Match[str]) -> str:
+    return f"static thread_local{' __attribute__((aligned(32)))' * bool(found[1])}"
 
 
 def _pointer(found: re.Match[str]) -> str:

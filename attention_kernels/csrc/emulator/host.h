@@ -195,6 +195,17 @@ cudaError_t cudaMemcpyToSymbol(T& symbol, const void* from, size_t bytes, size_t
   return cudaMemcpy(reinterpret_cast<unsigned char*>(&symbol) + offset, from, bytes, kind);
 }
 
+template <typename T>
+cudaError_t cudaMemcpyToSymbolAsync(T& symbol, const void* from, size_t bytes, size_t offset,
+                                    cudaMemcpyKind kind, cudaStream_t = nullptr) {
+  return cudaMemcpyToSymbol(symbol, from, bytes, offset, kind);
+}
+template <typename Pointer, typename T>
+cudaError_t cudaGetSymbolAddress(Pointer* found, T& symbol) {
+  *found = static_cast<Pointer>(&symbol);
+  return cudaSuccess;
+}
+
 // ---- The device ---------------------------------------------------------------------------------
 
 struct cudaDeviceProp {
@@ -233,7 +244,15 @@ template <typename Function>
 cudaError_t cudaFuncSetCacheConfig(Function*, cudaFuncCache) {
   return cudaSuccess;
 }
+inline cudaError_t cudaDeviceSetCacheConfig(cudaFuncCache) { return cudaSuccess; }
 constexpr int cudaSharedmemCarveoutMaxShared = 100;
+template <typename Function>
+cudaError_t cudaOccupancyMaxPotentialBlockSize(int* blocks, int* threads, Function*, size_t = 0,
+                                               int limit = 0) {
+  *blocks = attention::emulator::Device::emulated().multiprocessors;
+  *threads = limit > 0 && limit < 1024 ? limit : 1024;
+  return cudaSuccess;
+}
 
 inline cudaError_t cudaDeviceSynchronize() { return attention::emulator::run_queued(); }
 inline cudaError_t cudaSetDevice(int device) {
