@@ -141,6 +141,8 @@ def _scope(findings: Findings) -> Iterator[str]:
         yield f"  only {shapes} were tried in the cases: it is compiled for each{says}"
     if spec.head_dims and not spec.is_ours:
         yield f"  only head_dim {', '.join(map(str, spec.head_dims))} was tried, as it declares"
+    if spec.version and spec.version.only:
+        yield f"  only calls with `{spec.version.only}` were tried, as it declares"
     if spec.error_slack != 1:
         times = f"{spec.error_slack:g} times"
         yield f"  its budgets are {times} its precision class's, as it declares"
