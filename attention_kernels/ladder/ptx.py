@@ -38,6 +38,8 @@ UNTYPED = re.compile(
     r"\b(cudaLaunch(?:Cooperative)?Kernel\s*\(\s*)"
     rf"(?:\(\s*{_VOID}\)|(?:reinterpret|static)_cast\s*<\s*{_VOID}>)"
 )
+# A function with the name of our namespace gets another one.
+NAMESAKE = re.compile(r"(?<![:\w])(?<!namespace )attention\b(?!\s*::)")
 # A member of cudaLaunchConfig_t named gridDim or blockDim, a macro.
 MEMBER = re.compile(
     r"(\.|->)\s*\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)"
@@ -140,6 +142,9 @@ def translate(text: str, own: Path) -> str:
     text = DYNAMIC.sub(_pointer, "".join([*parts, text[end:]]))
     text = UNTYPED.sub(r"\1", ALIGNED.sub(r"\1 static thread_local", text))
     text = MEMBER.sub(r"\1\2_", text)
+    if re.search(rf"{NAMESAKE.pattern}\s*[(<]", text):
+        pattern = re.compile(rf"^# .*|{STRING.pattern}|{NAMESAKE.pattern}", re.M)
+        text = pattern.sub(lambda m: m[0] + "_" * (m[0] == "attention"), text)
 
     def settings(found: re.Match[str]) -> str:
         line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
