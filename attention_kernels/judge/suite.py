@@ -599,7 +599,9 @@ def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Chec
         return
     lengths = draw.randint(17, 48), draw.randint(49, 160)
     small = [
-        fitted(Case(seqlen, head_dim, dtype=dtype, seed=seed + more, layout="contiguous"), runner.spec)
+        fitted(
+            Case(seqlen, head_dim, dtype=dtype, seed=seed + more, layout="contiguous"), runner.spec
+        )
         for seqlen, more in itertools.product(lengths, (0, 1))
     ]
     yield f"{times} calls", functools.partial(repeat, runner, small, times)

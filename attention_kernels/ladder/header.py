@@ -103,7 +103,7 @@ class VersionHeader:
 
     @property
     def listing(self) -> Path:
-        """The file that has the kernel's lines: this one, or the first *.cu that an entry adapts."""
+        """The file with the kernel's lines: this one, or the first *.cu that an entry adapts."""
         text = self.path.read_text("utf-8", "replace") if self.entry else ""
         found = re.search(r'^\s*#\s*include\s*"([^"\n]+\.cu)"', text, re.M)
         return self.path.parent / found[1] if found else self.path
@@ -275,7 +275,9 @@ def calls_of(entry: str) -> list[tuple[str, list[str], str]]:
     """
     calls = []
     for call in filter(None, map(str.strip, split(entry, ";"))):
-        found = re.fullmatch(r"([\w:]+\s*(?:<(?!<<).*?>)?)\s*(?:<<<(.*?)>>>)?\s*\((.*)\)", call, re.S)
+        found = re.fullmatch(
+            r"([\w:]+\s*(?:<(?!<<).*?>)?)\s*(?:<<<(.*?)>>>)?\s*\((.*)\)", call, re.S
+        )
         settings = split(found[2] or "", ",") if found else []
         if not found or (found[2] is not None and not 2 <= len(settings) <= 4):
             raise HeaderError(

@@ -118,9 +118,9 @@ def is_foreign(source: bytes) -> bool:
 def translate(text: str, own: Path) -> str:
     """Return preprocessed source in which calls have replaced the inline PTX.
 
-    A pointer replaces `extern __shared__ T name[]` in a function, and an operator ->* with a settings
-    object `kernel<<<...>>>(...)`: see host.h. The headers in the folder `own`
-    and the system's may contain the CPU's assembly, which is kept. Raises BuildError for what is
+    A pointer replaces `extern __shared__ T name[]` in a function, and a call replaces
+    `kernel<<<...>>>(...)`: see host.h. The headers in the folder `own` and the system's may contain
+    the CPU's assembly, which is kept. Raises BuildError for what is
     not in ptx.txt, with file and line.
     """
     parts, end = [], 0

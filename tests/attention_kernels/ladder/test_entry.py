@@ -21,12 +21,13 @@ THEIRS = ROOT / "tests" / "attention_kernels" / "theirs"
 BHND = "attn<D><<<dim3(N, B * H), 32>>>(q, k, v, o, N, scale) | Tensors: BHND"
 ENTRIES = {
     "bhnd": f"{BHND} | Takes: float32, head_dim 32 64",
-    "early_flash": """flash_forward(q, k, v, o, zeros(B * H * N), filled(B * H * N, -INFINITY), B, H, N,
-        D, scale) | Tensors: BHND | Only: !causal | Takes: float32, head_dim 32 64""",
+    "early_flash": """flash_forward(q, k, v, o, zeros(B * H * N),
+        filled(B * H * N, -INFINITY), B, H, N, D, scale)
+        | Tensors: BHND | Only: !causal | Takes: float32, head_dim 32 64""",
     "packed": """packed::forward(o, qkv, B, N, H, D, scale, causal, stream)
         | Tensors: BN3HD | Takes: float32 bfloat16, head_dim 32 64""",
-    "varlen": """run_varlen<D>(q, k, v, o_float, floats(B * N * H), cu_seqlens, B, N, H, scale, stream)
-        | Takes: float16, head_dim 64""",
+    "varlen": """run_varlen<D>(q, k, v, o_float, floats(B * N * H), cu_seqlens, B, N, H, scale,
+        stream) | Takes: float16, head_dim 64""",
     "extension": """forward(q, k, v, scale) | Tensors: BHND | Only: !causal && N < 300
         | Takes: float16, head_dim 64""",
 }
@@ -84,13 +85,17 @@ def test_the_judge_passes_it(name, adapted):
 def test_nvcc_compiles_it(name, adapted):
     version = header.of_file(ladder.resolve(adapted(name)).version.path)
     for one in version.builds():
-        assert any("attention_entry" not in kernel for kernel in resources.compile_version(one, "90")[0])
+        assert any(
+            "attention_entry" not in kernel for kernel in resources.compile_version(one, "90")[0]
+        )
         launched = {launch.symbol for launch in resources.record(one, [64], case=(1, 64, 1, 0))}
         assert launched <= resources.compile_version(one, "90")[0].keys()
 
 
 def test_the_judge_tries_lengths_that_an_entry_takes(adapted):
-    version = ladder.resolve(adapted("bhnd", f"{BHND} | Only: causal && (N % 64 == 0 || N < 8)")).version
+    version = ladder.resolve(
+        adapted("bhnd", f"{BHND} | Only: causal && (N % 64 == 0 || N < 8)")
+    ).version
     assert [n for n in (7, 8, 63, 64) if version.takes(B=1, N=n, H=1, D=64, causal=True)] == [7, 64]
     assert not version.takes(B=1, N=64, H=1, D=64, causal=False)
     # What is no such formula is not evaluated.

@@ -15,7 +15,9 @@ NO_MASK = str(THEIRS / "early_flash.cu"), "--entry", ENTRIES["early_flash"]
 
 @pytest.mark.slow
 def test_verify_takes_an_entry(capsys):
-    status, out, _ = run(capsys, "verify", FILE, *ENTRY, "--device", "cpu", "--quick", "--seed", "1")
+    status, out, _ = run(
+        capsys, "verify", FILE, *ENTRY, "--device", "cpu", "--quick", "--seed", "1"
+    )
     assert (status, out.splitlines()[-1]) == (0, "PASSED")
     assert out.startswith("BHND on cpu, emulated: ")
     assert "\n  only calls with `causal` were tried, as it declares\n" in out
@@ -32,7 +34,9 @@ def test_accesses_are_of_the_lines_of_the_strangers_file(capsys):
 
 @needs_nvcc
 def test_predict_counts_the_copies(capsys):
-    status, out, _ = run(capsys, "predict", FILE, *ENTRY, "--seqlen", "64", "--heads", "1", "--json")
+    status, out, _ = run(
+        capsys, "predict", FILE, *ENTRY, "--seqlen", "64", "--heads", "1", "--json"
+    )
     assert status == 0
     assert '"launches": 5' in out
     status, _, err = run(capsys, "predict", *NO_MASK, "--seqlen", "64")
