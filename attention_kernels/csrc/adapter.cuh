@@ -157,6 +157,12 @@ struct Names {
     }
   }
 
+  template <typename... Parameters, typename... Arguments>
+  void launch_(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
+               cudaStream_t on, Arguments... arguments) {
+    check_(attention::launch_kernel(kernel, grid, block, smem_bytes, on, arguments...));
+  }
+
   // Calls a host function, which may launch on the default stream.
   template <typename Function>
   void call_(Function function) {
@@ -205,16 +211,16 @@ struct Names {
   T* set_(int64_t count, T first, T step) {
     T* const array = array_<T>(count);
     if (!only_counts_ && count > 0)
-      check_(attention::launch_kernel(fill<T>, attention::ceil_div<int64_t>(count, 256), 256, 0,
-                                      stream, array, count, first, step));
+      launch_(fill<T>, attention::ceil_div<int64_t>(count, 256), 256, 0, stream, array, count,
+              first, step);
     return array;
   }
   template <typename To, typename From>
   void copy_(To* to, Order there, From* from, Order here) {
     if (only_counts_) return;
     const auto blocks = std::min<int64_t>(attention::ceil_div<int64_t>(total_(), 1024), 65535);
-    check_(attention::launch_kernel(copy<To, std::remove_const_t<From>>, blocks, 256, 0, stream, to,
-                                    there, from, here, params, total_()));
+    launch_(copy<To, std::remove_const_t<From>>, blocks, 256, 0, stream, to, there, from, here,
+            params, total_());
   }
   // Has `after` wait for what is in `before`. The default stream waits for others only if they were
   // not made to ignore it, as torch's are.

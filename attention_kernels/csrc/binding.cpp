@@ -272,8 +272,7 @@ Tensor launch(AnyParams params, const Tensor& q) {
     } catch (const std::invalid_argument& refusal) {  // of an Entry's call
       refuse({refusal.what()});
     }
-    check_launch(static_cast<cudaError_t>(error), q,
-                 "head_dim " + std::to_string(q.size(3)) + " ");
+    check_launch(static_cast<cudaError_t>(error), q, "head_dim " + std::to_string(q.size(3)) + " ");
     skip_rows(params, params.batch, q.element_size());
     left -= params.batch;
   }

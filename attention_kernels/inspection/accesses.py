@@ -124,7 +124,7 @@ def count_accesses(
         # Unoptimized, so that the program makes every access of the source, in the same order.
         source = build.source_flags(version, command, program.parent)
         compilers.output_of([*command, *source, "-c", "-o", objects[1]])
-        options = ["-o", str(program), "-pthread", "-ldl"]
+        options = ["-o", str(program), "-pthread", "-ldl", *compilers.torch_libraries(version)]
         compilers.output_of([flags[0], "-no-pie", *objects, *options])
 
     name, files = f"accesses-{version.op}", [version.path, csrc / recording]

@@ -119,6 +119,7 @@ def record(
         source = build.source_flags(version, first, program.parent)
         objects = [*source, "-x", "none", str(build.object_file(csrc, runtime, "-O0"))]
         options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
+        options += compilers.torch_libraries(version)
         compilers.output_of([*first, *objects, *options])
 
     files = [version.path, recorder, csrc / runtime]

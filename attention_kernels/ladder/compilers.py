@@ -218,6 +218,14 @@ def torch_folder() -> Path:
     return Path(torch.__file__).parent
 
 
+def torch_libraries(version: VersionHeader) -> list[str]:
+    """Return the flags with which a program of a version is linked to torch, if it uses that."""
+    folder = torch_folder() / "lib"
+    names = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
+    flags = [f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--allow-shlib-undefined", *names]
+    return flags if version.uses_torch else []
+
+
 def execute(command: Sequence[str], folder: str | None = None) -> child.Ended:
     """Run a compiler in `folder`, which also gets its temporary files."""
     env = {**os.environ, "LC_ALL": "C", **({"TMPDIR": "."} if folder else {})}

@@ -65,8 +65,7 @@ def _source(version: VersionHeader) -> str:
             counted.append(f"ignore_({arguments});")
         if settings:
             words = [name, *settings, *("0", "stream")[len(settings) - 2 :], arguments]
-            launch = ", ".join(filter(None, words))
-            calls.append(f"check_(::attention::launch_kernel({launch}));")
+            calls.append(f"launch_({', '.join(filter(None, words))});")
         else:
             calls.append(f"call_([&] {{ return {name}({arguments}); }});")
     has = (json.dumps(bool(re.search(rf"\b{x}\b", version.entry))) for x in NAMES.split()[-2:])
@@ -75,6 +74,9 @@ def _source(version: VersionHeader) -> str:
     refuse = f"if (!({version.only or 'true'})) throw std::invalid_argument({refusal});"
     dims, undefined = ", ".join(map(str, version.head_dims)), "\n#undef ".join(NAMES.split())
     return f"""#include "adapter.cuh"
+#ifndef ATTENTION_EMULATOR
+#define attention attention_  // their function may have the name of our namespace: see ptx.py
+#endif
 #include {path}
 #undef {undefined}
 namespace attention_entry {{
@@ -93,6 +95,7 @@ struct Entry : Names {{
   }}
 }};
 }}
+#undef attention
 namespace attention::ATTENTION_VERSION {{
 int64_t scratch_floats(const Params& params) {{
   return attention_entry::scratch_floats<attention_entry::Entry, {dims}>(params);

@@ -40,6 +40,8 @@ UNTYPED = re.compile(
     r"\b(cudaLaunch(?:Cooperative)?Kernel\s*\(\s*)"
     rf"(?:\(\s*{_VOID}\)|(?:reinterpret|static)_cast\s*<\s*{_VOID}>)"
 )
+# A function with the name of our namespace gets another one.
+NAMESAKE = re.compile(r"(?<![:\w])(?<!namespace )attention\b(?!\s*::)")
 # A member of cudaLaunchConfig_t named gridDim or blockDim, a macro.
 MEMBER = re.compile(
     r"(\.|->)\s*\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)"
@@ -118,9 +120,9 @@ def is_foreign(source: bytes) -> bool:
 def translate(text: str, own: Path) -> str:
     """Return preprocessed source in which calls have replaced the inline PTX.
 
-    A pointer replaces `extern __shared__ T name[]` in a function, and an operator ->* with a settings
-    object `kernel<<<...>>>(...)`: see host.h. The headers in the folder `own`
-    and the system's may contain the CPU's assembly, which is kept. Raises BuildError for what is
+    A pointer replaces `extern __shared__ T name[]` in a function, and a call replaces
+    `kernel<<<...>>>(...)`: see host.h. The headers in the folder `own` and the system's may contain
+    the CPU's assembly, which is kept. Raises BuildError for what is
     not in ptx.txt, with file and line.
     """
     parts, end = [], 0
@@ -143,6 +145,9 @@ def translate(text: str, own: Path) -> str:
     text = STATIC.sub(_static, ALIGNED.sub(r"\1 static thread_local", text))
     text = UNTYPED.sub(r"\1", text)
     text = MEMBER.sub(r"\1\2_", text)
+    if re.search(rf"{NAMESAKE.pattern}\s*[(<]", text):
+        pattern = re.compile(rf"^# .*|{STRING.pattern}|{NAMESAKE.pattern}", re.M)
+        text = pattern.sub(lambda m: m[0] + "_" * (m[0] == "attention"), text)
 
     def settings(found: re.Match[str]) -> str:
         line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]

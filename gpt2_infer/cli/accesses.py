@@ -6,7 +6,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-from gpt2_infer.cli.options import BACKEND, TIMEOUT, Count, Entry, Seconds
+from gpt2_infer.cli.options import BACKEND, TIMEOUT, Count, Seconds
 from gpt2_infer.cli.versions import adapted, call_shape, describe, version_of
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def accesses(
     name: Annotated[str, BACKEND],
     /,
     *,
-    entry: Entry = None,
+    entry: str | None = None,
     seqlen: Count = 128,
     head_dim: Count | None = None,
     batch: Count = 1,
@@ -32,6 +32,8 @@ def accesses(
 
     Args:
         name: backend name or version file, *.cu
+        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+            scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         seqlen: sequence length in tokens
         head_dim: head dimension (default: 64, or the first supported)
         batch: batch size

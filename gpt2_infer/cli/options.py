@@ -108,9 +108,6 @@ MANY = Parameter(consume_multiple=1)
 HIDDEN = Parameter(parse=False)
 BACKEND = Parameter(name="BACKEND")
 TIMEOUT = Parameter(name="--timeout")
-ENTRY = """how to call a file that is no version file, in C++, such as 'attn(q, k, v, o, B, N, H, D,
-scale)' or 'attn<D><<<N, 128>>>(q, k, v, o)'; header fields may follow: ' | Tensors: BHND'"""
-Entry: TypeAlias = Annotated[str | None, Parameter(help=" ".join(ENTRY.split()))]
 Counts: TypeAlias = Annotated[tuple[Count, ...], MANY]
 Names: TypeAlias = Annotated[tuple[str, ...], MANY]
 

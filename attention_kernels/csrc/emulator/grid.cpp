@@ -536,9 +536,9 @@ cudaError_t take_error(bool keeps) {
   if (found == all.errors.end()) return cudaSuccess;
   const cudaError_t error = found->second;
   // A fault of a kernel is the context's, and a refused launch is not.
-  const bool is_fault = error >= cudaErrorIllegalAddress &&
-                        error != cudaErrorLaunchOutOfResources &&
-                        error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported;
+  const bool is_fault =
+      error >= cudaErrorIllegalAddress && error != cudaErrorLaunchOutOfResources &&
+      error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported;
   if (!keeps && !is_fault) all.errors.erase(found);
   return error;
 }

@@ -51,11 +51,11 @@ template <size_t... kPlaces, typename... Parameters>
 cudaError_t launch_at(std::index_sequence<kPlaces...>, bool is_at_once,
                       void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments,
                       size_t smem_bytes) {
-  const cudaError_t error =
-      is_at_once ? launch_at_once(kernel, grid, 1, block, smem_bytes, nullptr,
-                                  *static_cast<Parameters*>(arguments[kPlaces])...)
-                 : launch_kernel(kernel, grid, block, smem_bytes, nullptr,
-                                 *static_cast<Parameters*>(arguments[kPlaces])...);
+  const cudaError_t error = is_at_once
+                                ? launch_at_once(kernel, grid, 1, block, smem_bytes, nullptr,
+                                                 *static_cast<Parameters*>(arguments[kPlaces])...)
+                                : launch_kernel(kernel, grid, block, smem_bytes, nullptr,
+                                                *static_cast<Parameters*>(arguments[kPlaces])...);
   return keep_error(error == cudaSuccess ? run_queued() : error);
 }
 
@@ -236,7 +236,7 @@ struct cudaFuncAttributes {
 template <typename Function>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, Function*) {
   const attention::emulator::Device device = attention::emulator::Device::emulated();
-  *found = {0,  0, 0, 1024, 64, device.arch, device.arch, static_cast<int>(device.shared_limit)};
+  *found = {0, 0, 0, 1024, 64, device.arch, device.arch, static_cast<int>(device.shared_limit)};
   return cudaSuccess;
 }
 enum cudaFuncCache { cudaFuncCachePreferNone, cudaFuncCachePreferShared, cudaFuncCachePreferL1 };

@@ -50,10 +50,10 @@ struct RestrictPtrTraits {
 };
 }  // namespace at
 
-#define C10_CUDA_CHECK(call)                                          \
-  do {                                                                \
-    const cudaError_t error_ = (call);                                \
-    TORCH_CHECK(error_ == cudaSuccess, cudaGetErrorString(error_));   \
+#define C10_CUDA_CHECK(call)                                        \
+  do {                                                              \
+    const cudaError_t error_ = (call);                              \
+    TORCH_CHECK(error_ == cudaSuccess, cudaGetErrorString(error_)); \
   } while (0)
 #define C10_CUDA_KERNEL_LAUNCH_CHECK() C10_CUDA_CHECK(cudaGetLastError())
 #define AT_CUDA_CHECK(call) C10_CUDA_CHECK(call)

@@ -5,13 +5,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define CHECK(call)                                                                 \
-  do {                                                                              \
-    cudaError_t status_ = (call);                                                   \
-    if (status_ != cudaSuccess) {                                                   \
+#define CHECK(call)                                                                   \
+  do {                                                                                \
+    cudaError_t status_ = (call);                                                     \
+    if (status_ != cudaSuccess) {                                                     \
       fprintf(stderr, "%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(status_)); \
-      exit(EXIT_FAILURE);                                                           \
-    }                                                                               \
+      exit(EXIT_FAILURE);                                                             \
+    }                                                                                 \
   } while (0)
 
 __global__ void forward_kernel(const float* Q, const float* K, const float* V, const int N,
@@ -58,9 +58,9 @@ __global__ void forward_kernel(const float* Q, const float* K, const float* V, c
         float pv = 0;
         for (int y = 0; y < keys; y++) pv += S[Bc * tx + y] * Vj[y * d + x];
         float* out = &O[qkv_offset + row * d + x];
-        *out = (1 / row_l_new) * (row_l_prev * __expf(row_m_prev - row_m_new) *
-                                      (row_l_prev == 0 ? 0 : *out) +
-                                  __expf(row_m - row_m_new) * pv);
+        *out = (1 / row_l_new) *
+               (row_l_prev * __expf(row_m_prev - row_m_new) * (row_l_prev == 0 ? 0 : *out) +
+                __expf(row_m - row_m_new) * pv);
       }
       m[lm_offset + row] = row_m_new;
       l[lm_offset + row] = row_l_new;
@@ -78,8 +78,8 @@ void flash_forward(const float* Q, const float* K, const float* V, float* O, flo
   int max_sram_size;
   cudaDeviceGetAttribute(&max_sram_size, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
   if (sram_size > max_sram_size) exit(EXIT_FAILURE);
-  CHECK(cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             sram_size));
+  CHECK(
+      cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sram_size));
   float* workspace;
   const size_t bytes = (size_t)B * nh * N * d * sizeof(float);
   CHECK(cudaMalloc((void**)&workspace, bytes));

@@ -6,8 +6,8 @@
 
 #include <vector>
 
-#define CHECK_INPUT(x)                                        \
-  TORCH_CHECK(x.is_cuda(), #x " must be a CUDA tensor");      \
+#define CHECK_INPUT(x)                                   \
+  TORCH_CHECK(x.is_cuda(), #x " must be a CUDA tensor"); \
   TORCH_CHECK(x.is_contiguous(), #x " must be contiguous")
 
 template <typename scalar_t>

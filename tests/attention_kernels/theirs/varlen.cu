@@ -15,7 +15,7 @@ struct Arguments {
 };
 
 template <int HeadDim>
-__global__ void __launch_bounds__(kThreads) varlen_fwd(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(kThreads) attention(const __grid_constant__ Arguments a) {
   const int begin = a.cu_seqlens[blockIdx.z], length = a.cu_seqlens[blockIdx.z + 1] - begin;
   const int row = blockIdx.x * kThreads + threadIdx.x;
   __shared__ __half2 keys[kThreads][HeadDim / 2], values[kThreads][HeadDim / 2];
@@ -70,5 +70,5 @@ void run_varlen(const half* q, const half* k, const half* v, float* out, float* 
   config.gridDim = dim3((longest + kThreads - 1) / kThreads, heads, batch);
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  cudaLaunchKernelEx(&config, varlen_fwd<HeadDim>, arguments);
+  cudaLaunchKernelEx(&config, attention<HeadDim>, arguments);
 }
