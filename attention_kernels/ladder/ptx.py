@@ -33,7 +33,11 @@ _ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)
 DYNAMIC = re.compile(
     rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
 )
-LAUNCH = re.compile(r"<<<((?:(?!<<<).)*?)>>>(?=\s*\()", re.S)
+LAUNCH = re.compile(
+    r"(?:\b((?:\w+::)*([A-Za-z_]\w*)(\s*<[^;{}()<>]*(?:<[^;{}()<>]*>[^;{}()<>]*)*>)?)\s*)?"
+    r"<<<((?:(?!<<<).)*?)>>>(?=\s*\()",
+    re.S,
+)
 _VOID = r"(?:const\s+)?void\s*(?:const\s*)?\*\s*"
 # The cast hides the kernel's type.
 UNTYPED = re.compile(
@@ -125,6 +129,13 @@ def translate(text: str, own: Path) -> str:
     the CPU's assembly, which is kept. Raises BuildError for what is
     not in ptx.txt, with file and line.
     """
+    for found in re.finditer(r"\b__cluster_dims__\b", text):
+        if marker := _marker(text, found.start(), own):
+            line = int(marker[1]) + text.count("\n", marker.end(), found.start())
+            raise BuildError(
+                f"{Path(marker[2]).name}:{line}: error: the CPU emulator does not take "
+                "__cluster_dims__; it takes the size of clusters from cudaLaunchKernelEx()"
+            )
     parts, end = [], 0
     for number, found in enumerate(ASM.finditer(text)):
         marker = _marker(text, found.start(), own)
@@ -150,13 +161,28 @@ def translate(text: str, own: Path) -> str:
         text = pattern.sub(lambda m: m[0] + "_" * (m[0] == "attention"), text)
 
     def settings(found: re.Match[str]) -> str:
-        line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
+        kernel, name, given, configuration = found.groups()
+        line = text[text.rfind("\n", 0, found.start(4)) + 1 : found.start(4)]
         is_text = line.replace(r"\"", "").count('"') % 2 == 1
         if is_text or not _marker(text, found.start(), own):
             return found[0]
-        return f" ->* ::attention::emulator::LaunchSettings({found[1]})"
+        if name and _is_deduced(text, name, given or ""):
+            kernel = f"[](auto... x) {{ {kernel}(x...); }}"
+        return f"{kernel or ''} ->* ::attention::emulator::LaunchSettings({configuration})"
 
     return LAUNCH.sub(settings, text)
+
+
+def _is_deduced(text: str, name: str, given: str) -> bool:
+    """Return whether a launch of a template leaves some of its arguments to be deduced."""
+    attributes = r"(?:static\s+|inline\s+|__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)*"
+    pattern = rf"template\s*<([^;{{}}()]*)>\s*{attributes}void\s+{attributes}{name}\s*\("
+    commas = re.sub(r"<[^<>]*>", "", given.strip()[1:-1])
+    count = commas.count(",") + 1 if given else 0
+    return any(
+        len([one for one in found[1].split(",") if "=" not in one and "..." not in one]) > count
+        for found in re.finditer(pattern, text)
+    )
 
 
 def _marker(text: str, at: int, own: Path) -> re.Match[str] | None:

@@ -46,6 +46,12 @@ void operator->*(void (*kernel)(Parameters...), const BoundLaunch<Arguments...>&
   keep_error(error == cudaSuccess ? run_queued() : error);
 }
 
+// Of a template whose arguments are deduced: a lambda that calls it.
+template <typename Lambda, typename... Arguments>
+void operator->*(Lambda kernel, const BoundLaunch<Arguments...>& bound) {
+  static_cast<void (*)(Arguments...)>(kernel)->*bound;
+}
+
 // The arguments of a launch by their addresses.
 template <size_t... kPlaces, typename... Parameters>
 cudaError_t launch_at(std::index_sequence<kPlaces...>, bool is_at_once,
@@ -118,18 +124,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     is_early |= id == cudaLaunchAttributeProgrammaticStreamSerialization &&
                 value.programmaticStreamSerializationAllowed != 0;
   }
-  const auto launch = [&](auto function, auto... more) {
-    return function(kernel, config->grid_, more..., config->block_, config->dynamicSmemBytes,
-                    config->stream, static_cast<Parameters>(arguments)...);
-  };
-  cudaError_t error;
-  if (is_at_once) {
-    error = launch([](auto... all) { return attention::launch_at_once(all...); }, cluster);
-  } else if (is_early || cluster > 1) {
-    error = launch([](auto... all) { return attention::launch_early(all...); }, cluster);
-  } else {
-    error = launch([](auto... all) { return attention::launch_kernel(all...); });
-  }
+  cudaError_t error = attention::launch_any(
+      is_early, is_at_once, kernel, config->grid_, cluster, config->block_,
+      config->dynamicSmemBytes, static_cast<Parameters>(arguments)...);
   if (error == cudaSuccess && !is_early) error = attention::emulator::run_queued();
   return attention::emulator::keep_error(error);
 }

@@ -8,7 +8,6 @@
 #define __noinline__ __attribute__((noinline))
 #define __builtin_align__(bytes) __attribute__((aligned(bytes)))
 #define __builtin_assume(condition) static_cast<void>(0)
-#define __cluster_dims__(...)
 
 inline unsigned umax(unsigned a, unsigned b) { return max(a, b); }
 inline unsigned umin(unsigned a, unsigned b) { return min(a, b); }
