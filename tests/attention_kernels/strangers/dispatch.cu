@@ -39,10 +39,6 @@
         constexpr int NAME = 64;                                    \
         return __VA_ARGS__();                                       \
       }                                                             \
-      case 128: {                                                   \
-        constexpr int NAME = 128;                                   \
-        return __VA_ARGS__();                                       \
-      }                                                             \
     }                                                               \
     return cudaErrorInvalidValue;                                   \
   }()
@@ -123,7 +119,7 @@ cudaError_t launch_attention(float* out, const float* qkv, int B, int T, int C, 
   if (NH <= 0 || C % NH != 0) return cudaErrorInvalidValue;
   const int head_size = C / NH;
   return FOR_HEAD_SIZE(head_size, HS, [&] {
-    constexpr int Tq = HS == 128 ? 16 : 32, Tk = 32;
+    constexpr int Tq = HS == 64 ? 16 : 32, Tk = 32;
     return IF_CONSTANT(T % Tq == 0 && T % Tk == 0, kEven, [&] {
       auto kernel = attention_kernel<HS, Tq, Tk, kCausal, kEven>;
       constexpr size_t bytes = Tiles<HS, Tq, Tk>::kBytes;
