@@ -415,8 +415,12 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 }
 
 // Only of a launch by <<<>>>: every other call returns its own error.
-inline cudaError_t cudaGetLastError() { return attention::emulator::take_error(false); }
-inline cudaError_t cudaPeekAtLastError() { return attention::emulator::take_error(true); }
+inline cudaError_t cudaGetLastError() {
+  return attention::emulator::kept_error(attention::emulator::kTake);
+}
+inline cudaError_t cudaPeekAtLastError() {
+  return attention::emulator::kept_error(attention::emulator::kPeek);
+}
 
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
@@ -554,7 +558,8 @@ cudaError_t complete(Launches launches) {
     error = launches();
   } catch (...) {  // exit() in host code
     emulator::finish_launches(cudaErrorUnknown);
-    throw;
+    if ((error = emulator::kept_error(emulator::kEver)) == cudaSuccess) throw;
+    return error;  // why it exits
   }
   return emulator::finish_launches(error);
 }

@@ -497,7 +497,11 @@ struct PutOff {
 
   std::mutex mutex;
   std::map<std::thread::id, Launches> launches;
-  std::map<std::thread::id, cudaError_t> errors;  // of launches that returned none
+  struct Kept {
+    cudaError_t error;
+    bool is_taken;
+  };
+  std::map<std::thread::id, Kept> errors;  // of launches that returned none
 
   static PutOff& instance() {
     static PutOff* const all = new PutOff;
@@ -525,21 +529,21 @@ void begin_launches() {
 cudaError_t keep_error(cudaError_t error) {
   PutOff& all = PutOff::instance();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  if (error != cudaSuccess) all.errors.emplace(std::this_thread::get_id(), error);
+  if (error != cudaSuccess) all.errors[std::this_thread::get_id()] = {error, false};
   return error;
 }
 
-cudaError_t take_error(bool keeps) {
+cudaError_t kept_error(Taking taking) {
   PutOff& all = PutOff::instance();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.errors.find(std::this_thread::get_id());
-  if (found == all.errors.end()) return cudaSuccess;
-  const cudaError_t error = found->second;
+  if (found == all.errors.end() || (found->second.is_taken && taking != kEver)) return cudaSuccess;
+  const cudaError_t error = found->second.error;
   // A fault of a kernel is the context's, and a refused launch is not.
   const bool is_fault =
       error >= cudaErrorIllegalAddress && error != cudaErrorLaunchOutOfResources &&
       error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported;
-  if (!keeps && !is_fault) all.errors.erase(found);
+  if (taking == kTake && !is_fault) found->second.is_taken = true;
   return error;
 }
 

@@ -36,7 +36,7 @@ struct BoundLaunch {
 // Launches at once, so that host code may free what the kernel uses.
 template <typename... Parameters, typename... Arguments>
 void operator->*(void (*kernel)(Parameters...), const BoundLaunch<Arguments...>& bound) {
-  if (take_error(true) != cudaSuccess) return;  // later launches would drop its message
+  if (kept_error(kPeek) != cudaSuccess) return;  // later launches would drop its message
   const auto [grid, block, smem_bytes] = bound.settings;
   const cudaError_t error = std::apply(
       [&, grid = grid, block = block, bytes = smem_bytes](const Arguments&... arguments) {

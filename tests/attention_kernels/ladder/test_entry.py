@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from attention_kernels.inspection import resources
 from attention_kernels.judge import suite
 from attention_kernels.ladder import entry, header
 from attention_kernels.ladder.header import HeaderError
+from attention_kernels.ladder.op import load_op
 from tests.attention_kernels.inspection.test_resources import needs_nvcc
 from tests.conftest import ROOT, needs_compiler
 
@@ -122,6 +124,17 @@ def test_a_wrong_name_is_an_error_of_the_adapters_line(adapted, tmp_path):
         error_of(spec, "float32", 64, 5, is_causal=True)
     with pytest.raises(UnavailableBackendError, match=r"bhnd\.cu is no version file.* --entry"):
         error_of(ladder.resolve(str(THEIRS / "bhnd.cu")), "float32", 64, 5, is_causal=True)
+
+
+def test_a_race_is_reported_although_host_code_exits(tmp_path, adapted):
+    file = tmp_path / "racy.cu"
+    text = (THEIRS / "early_flash.cu").read_text()
+    file.write_text(text.replace("    __syncthreads();\n", "", 1))
+    path = adapted(file, ENTRIES["early_flash"])
+    op = load_op(header.race_checked(header.of_file(Path(path))), "cpu", "racy")
+    q = torch.zeros(1, 70, 1, 64)
+    with pytest.raises(RuntimeError, match=r"race: .*, at racy\.cu:32, .* at racy\.cu:4\d, with no"):
+        op(q, q, q, 1.0, False)
 
 
 # Launches of all forms, host code that asks, and errors that it keeps.
