@@ -266,8 +266,13 @@ Tensor launch(AnyParams params, const Tensor& q) {
   }
   while (left > 0) {
     params.batch = first_rows();
-    check_launch(static_cast<cudaError_t>(version.launch(&params, stream)), q,
-                 "head_dim " + std::to_string(q.size(3)) + " ");
+    int error;
+    try {
+      error = version.launch(&params, stream);
+    } catch (const std::invalid_argument& refusal) {  // of an Entry's call
+      refuse({refusal.what()});
+    }
+    check_launch(static_cast<cudaError_t>(error), q, "head_dim " + std::to_string(q.size(3)) + " ");
     skip_rows(params, params.batch, q.element_size());
     left -= params.batch;
   }

@@ -122,9 +122,9 @@ def count_accesses(
         recorder = build.object_file(csrc, recording, "-fno-pie", "-O1")
         objects = [str(recorder), f"{program}.o"]
         # Unoptimized, so that the program makes every access of the source, in the same order.
-        source = build.source_flags(version, command, version.path, program.parent)
+        source = build.source_flags(version, command, program.parent)
         compilers.output_of([*command, *source, "-c", "-o", objects[1]])
-        options = ["-o", str(program), "-pthread", "-ldl"]
+        options = ["-o", str(program), "-pthread", "-ldl", *compilers.torch_libraries(version)]
         compilers.output_of([flags[0], "-no-pie", *objects, *options])
 
     name, files = f"accesses-{version.op}", [version.path, csrc / recording]
@@ -160,7 +160,7 @@ def _accesses(
     text = version.source.split("\n")
     for memory, kind, *counts, block, warp, cost, array, offsets, chain in rows:
         frames = itertools.chain.from_iterable(places[address] for address in chain.split())
-        lines = tuple(line for file, line in frames if Path(file).name == version.path.name)
+        lines = tuple(line for file, line in frames if Path(file).name == version.listing.name)
         if lines:  # otherwise the emulator's own code made the access
             words = text[lines[0] - 1].strip()
             by_lane = tuple(None if at == "-" else int(at) for at in offsets.split())

@@ -21,7 +21,7 @@ from tqdm.contrib.concurrent import thread_map
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.table import table
-from attention_kernels.ladder import build, compilers
+from attention_kernels.ladder import build, compilers, entry
 from attention_kernels.ladder.compilers import FLAGS, BuildError
 from attention_kernels.ladder.header import VersionHeader, csrc_of
 
@@ -115,9 +115,10 @@ def record(
 
     def link(program: Path) -> None:
         first = [*command, "-include", str(recorder)]
-        source = build.source_flags(version, first, version.path, program.parent)
+        source = build.source_flags(version, first, program.parent)
         objects = [*source, "-x", "none", str(build.object_file(csrc, runtime, "-O0"))]
         options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
+        options += compilers.torch_libraries(version)
         compilers.output_of([*first, *objects, *options])
 
     files = [version.path, recorder, csrc / runtime]
@@ -164,8 +165,9 @@ def compile_version(
 
     def compile_to(output: Path) -> None:
         """Write ptxas's report, a zero byte and the machine code."""
-        options = ["-O3", "-cubin", "-Xptxas=-v", str(version.path), "-o", "kernel.cubin"]
         with tempfile.TemporaryDirectory() as folder:
+            source = str(entry.written(version, Path(folder)))
+            options = ["-O3", "-cubin", "-Xptxas=-v", source, "-o", "kernel.cubin"]
             report = compilers.output_of([*flags, *options], folder)
             code = Path(folder, "kernel.cubin").read_bytes()
         output.write_bytes(report.encode() + b"\0" + code)

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from attention_kernels.judge.inputs import Case, Context, DecodeCase, Extreme, Kind, Op
+from attention_kernels.registry import BackendSpec
 
 EVERY_LENGTH_TO = 257
 EDGES = (257, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256)
@@ -160,6 +161,23 @@ def ordered_cases(
         case = _decode_case(chosen, draw, seed) if is_decode else Case(seed=seed, **chosen)
         found.append((case, tried))
     return found
+
+
+def fitted(case: Case, spec: BackendSpec) -> Case:
+    """Return the case or, if the backend's file says that it takes no such one, one that it takes.
+
+    That is one of a longer sequence, or with the other mask, if there is any.
+    """
+    if spec.version is None or not spec.version.only:
+        return case
+    # Grouped queries reach a version file as more batch entries: see ladder.op.
+    batch, heads = case.batch, case.num_heads
+    batch, heads = (batch, heads) if case.group == 1 else (batch * heads, case.group)
+    lengths = [-(-case.seqlen // tile) * tile for tile in (1, 16, 32, 64, 128, 256)]
+    for mask, seqlen in itertools.product((case.is_causal, not case.is_causal), lengths):
+        if spec.version.takes(B=batch, N=seqlen, H=heads, D=case.head_dim, causal=mask):
+            return dataclasses.replace(case, seqlen=seqlen, is_causal=mask)
+    return case
 
 
 def cost(case: Case | DecodeCase, *, is_emulated: bool) -> float:

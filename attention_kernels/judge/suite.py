@@ -39,6 +39,7 @@ from attention_kernels.judge.cases import (
     LARGEST_WORK,
     OF_RANGE,
     OF_RANGE_IF_SAID,
+    fitted,
     ordered_cases,
     with_few_shapes,
 )
@@ -439,7 +440,8 @@ def cases_for(
     places = sorted(range(len(both)), key=lambda n: n + draw.uniform(0, WINDOW))
     drawn = [both[n] for n in places]
     chosen = [case for case, tried in drawn if is_fair(case) and tried < share]
-    return sorted(chosen, key=_is_inference)
+    fit = (fitted(case, spec) if isinstance(case, Case) else case for case in chosen)
+    return sorted(dict.fromkeys(fit), key=_is_inference)
 
 
 def _is_inference(case: Case | DecodeCase) -> bool:
@@ -552,7 +554,9 @@ def _future_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> 
     if not runner.is_emulated:
         seqlen = draw.randint(1025, 1500)
         found += [Case(seqlen, head_dims[0], num_heads=1, dtype=dtypes[0], seed=seed)]
-    for case in found:
+    for case in (fitted(case, runner.spec) for case in found):
+        if not case.is_causal:
+            continue
         yield str(case), functools.partial(leaks, runner, case, (41, 1, 64, case.seqlen - 1))
 
 
@@ -565,24 +569,17 @@ def race_checks(runner: Runner, dtypes: Sequence[torch.dtype], seed: int) -> Ite
 
     draw = random.Random(f"races {seed}")
     for dtype, head_dim in itertools.product(dtypes, runner.spec.head_dims):
+        same: dict[str, Any] = {"num_heads": 1, "dtype": dtype, "seed": seed}
         found: list[Case | DecodeCase] = [_small_decode_case(draw, head_dim, dtype, seed)]
         if runner.has_attention:  # several tiles, and rows whose largest scores differ a lot
             version = runner.spec.version
             # A kernel with wgmma has up to five tiles of 64 keys at once; the sixth reuses a slot.
             least = 321 if version is not None and version.needs_exactly else 129
             found = [
-                Case(
-                    draw.randint(least, least + 15),
-                    head_dim,
-                    4.0,
-                    num_heads=1,
-                    is_causal=causal,
-                    dtype=dtype,
-                    seed=seed,
-                )
-                for causal in (True, False)
+                fitted(Case(draw.randint(least, least + 15), head_dim, 4.0, **fields), runner.spec)
+                for fields in ({**same, "is_causal": causal} for causal in (True, False))
             ]
-        for case in found:
+        for case in dict.fromkeys(found):
             yield f"{RACES}, {case}", functools.partial(races, case)
 
 
@@ -602,7 +599,9 @@ def _more_checks(runner: Runner, dtype: torch.dtype, seed: int) -> Iterator[Chec
         return
     lengths = draw.randint(17, 48), draw.randint(49, 160)
     small = [
-        Case(seqlen, head_dim, dtype=dtype, seed=seed + more, layout="contiguous")
+        fitted(
+            Case(seqlen, head_dim, dtype=dtype, seed=seed + more, layout="contiguous"), runner.spec
+        )
         for seqlen, more in itertools.product(lengths, (0, 1))
     ]
     yield f"{times} calls", functools.partial(repeat, runner, small, times)

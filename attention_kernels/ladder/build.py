@@ -31,7 +31,7 @@ from pathlib import Path
 import filelock
 import platformdirs
 
-from attention_kernels.ladder import compilers, ptx
+from attention_kernels.ladder import compilers, entry, ptx
 from attention_kernels.ladder.compilers import BuildError, Target
 from attention_kernels.ladder.header import RACES, VersionHeader, csrc_of
 
@@ -53,7 +53,7 @@ VOLATILE = re.compile(r"(?<!asm )(?<!asm__ )\bvolatile\b")
 _INCLUDE = rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include(?:_next)?|import|embed)\b"
 INCLUDE = re.compile(_INCLUDE + rb'\s*(?:["<]([^">\n]+)[">])?')  # no group without a name
 # For inline PTX, which a file may have for some architectures only.
-PTX_FLAGS = ("-include", "emulator/inline_ptx.h", "-D__CUDA_ARCH__=900")
+PTX_FLAGS = ("-include", "emulator/inline_ptx.h")
 EMULATOR_WRAPS = "-Wl,--wrap=exit,--wrap=_exit,--wrap=abort,--wrap=__assert_fail"
 _binding_lock = threading.Lock()
 
@@ -101,13 +101,14 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     sources = [version.path, csrc / "binding.cpp"]
 
     def make(library: Path) -> None:
+        entry.check(version, digests([version.path], csrc, []))
         _tell(f"building {label or version.path.name} for {purpose} ...")
         with _binding_lock:  # other threads need the same one
             binding = _object(f"binding-{target}", sources[1], csrc, shared, *more)
         kernel = library.with_suffix(".o")
-        source = [str(version.path)]
+        source = [str(entry.written(version, library.parent))]
         if target == "emulator":
-            source = source_flags(version, command, version.path, library.parent)
+            source = source_flags(version, command, library.parent)
         _compile([*command, "-c", *source], kernel)
         # Of an inline function in both files the first is used. It has to be the binding's: a
         # version that looks for races would have the emulator report its own accesses as the
@@ -118,19 +119,19 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     return kept(f"{version.op}-{where}", ".so", sources, csrc, everything, make, *more)
 
 
-def source_flags(
-    version: VersionHeader, command: Sequence[str], source: Path, folder: Path
-) -> list[str]:
-    """Return the flags that name the source of an emulated version, or of what includes it, to g++.
+def source_flags(version: VersionHeader, command: Sequence[str], folder: Path) -> list[str]:
+    """Return the flags that name the source of an emulated version to g++.
 
     That is its translation, made in the folder, if the version contains what ptx.py translates,
     apart from csrc's own headers. command: the compiler and its flags. Raises BuildError.
     """
+    source = entry.written(version, folder)
     csrc = csrc_of(version)
     ours = [csrc, csrc / "emulator"]
     texts = (Path(name) for name in digests([version.path], csrc, command))
-    if version.is_host or not any(
-        ptx.is_foreign(one.read_bytes()) for one in texts if one.parent not in ours
+    if not version.entry and (
+        version.is_host
+        or not any(ptx.is_foreign(one.read_bytes()) for one in texts if one.parent not in ours)
     ):
         return ["-x", "c++", str(source)]
     file = folder / f"{source.stem}.ii"
@@ -313,7 +314,8 @@ def digests(files: Iterable[Path], csrc: Path, flags: Sequence[str]) -> dict[str
         names = [*map(os.fsdecode, INCLUDE.findall(re.sub(rb"\\\r?\n", b"", text)))]
         if "" in names:
             raise BuildError(f"{file}: each #include must name its file, not a macro")
-        wanted |= {os.path.normpath(f"{folder}/{name}") for folder in folders for name in names}
+        paths = (os.path.join(folder, name) for folder in folders for name in names)
+        wanted |= {*map(os.path.normpath, paths)}
     return dict(sorted(found.items()))
 
 
@@ -325,6 +327,7 @@ def digest_of(
     The digest does not depend on the folder that csrc is in.
     """
     words = [word.replace(str(csrc), "csrc") for word in command]
+    files = [*files, csrc / "adapter.cuh"] if "-DATTENTION_ENTRY" in command else files
     if "-DATTENTION_EMULATOR" in command:
         files = [*files, csrc / "emulator" / "inline_ptx.h", ptx.FILE, Path(ptx.__file__)]
     contents = digests(files, csrc, command)

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -160,6 +161,13 @@ def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str
     """
     csrc = csrc_of(version)
     flags = [*binding_flags(target, csrc), *macros(version)]
+    if version.uses_torch:
+        folders = [torch_folder() / "include", torch_folder() / "include/torch/csrc/api/include"]
+        for folder in [*folders, sysconfig.get_paths()["include"]]:
+            flags += ["-isystem", str(folder)]
+        flags += ["-include", "torch/extension.h", "-DATTENTION_TORCH"]
+        flags += ["-DTORCH_EXTENSION_NAME=attention_entry", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+        flags += ["--expt-relaxed-constexpr"] if target == "cuda" else []
     if target == "cuda":
         for path in (version.path, csrc, torch_folder()):
             if UNSAFE.search(str(path)):
@@ -171,7 +179,7 @@ def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str
                 flags.append(f"-gencode=arch=compute_{digits}{only},code={code_name(each)}{only}")
         return [*flags, *version.flags]
     for flag in version.flags:
-        if flag.startswith("-D"):
+        if flag.startswith(("-D", "-std=")):
             flags.append(flag)
         elif flag.startswith("-Xcompiler="):
             flags += flag.removeprefix("-Xcompiler=").split(",")
@@ -185,6 +193,8 @@ def macros(version: VersionHeader) -> list[str]:
     flags = [f"-DATTENTION_VERSION={version.op}", f"-DATTENTION_DTYPE={version.dtype}"]
     if version.layout == "contiguous":
         flags.append("-DATTENTION_CONTIGUOUS")
+    if version.entry:
+        flags.append("-DATTENTION_ENTRY")
     if version.role != "attention":
         flags.append(f"-DATTENTION_{version.role.upper()}")
     return flags
@@ -206,6 +216,14 @@ def torch_folder() -> Path:
     import torch
 
     return Path(torch.__file__).parent
+
+
+def torch_libraries(version: VersionHeader) -> list[str]:
+    """Return the flags with which a program of a version is linked to torch, if it uses that."""
+    folder = torch_folder() / "lib"
+    names = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
+    flags = [f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--allow-shlib-undefined", *names]
+    return flags if version.uses_torch else []
 
 
 def execute(command: Sequence[str], folder: str | None = None) -> child.Ended:

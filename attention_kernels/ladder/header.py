@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import itertools
 import re
@@ -20,6 +21,7 @@ FIELDS = {
     "Layout": "contiguous",
     "Role": "attention",
     "Takes": "float32",
+    **{"Entry": "", "Tensors": "BNHD", "Only": ""},
     **dict.fromkeys(("Needs", "Precision"), ""),
     "Error": "1x: as its precision class",
     "Flags": "(none)",
@@ -40,6 +42,13 @@ TAKES = re.compile(
 NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9])(a?))?")
 # The multiple of its precision class's budget that a version needs, and why.
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
+
+# What an Only consists of that the judge can evaluate, which has the same meaning in C++.
+_FORMULA = (
+    *(ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.Load),
+    *(ast.boolop, ast.unaryop, ast.cmpop, ast.Add, ast.Sub, ast.Mult, ast.Mod, ast.BitAnd),
+    ast.Constant,
+)
 
 
 class HeaderError(AttentionError, ValueError):
@@ -85,11 +94,30 @@ class VersionHeader:
     """The precision class of its float32 computations, if it is not the plain one."""
     error_slack: float = 1.0
     """The multiple of its precision class's budget that its algorithm needs."""
+    entry: str = ""
+    """The calls that compute attention, in C++, if the file does not define launch() itself."""
+    tensors: str = "BNHD"
+    """The dimensions of the tensors that an entry takes; with 3, those of one tensor of q, k, v."""
+    only: str = ""
+    """The condition in C++ for the calls that an entry takes."""
+
+    @property
+    def listing(self) -> Path:
+        """The file with the kernel's lines: this one, or the first *.cu that an entry adapts."""
+        text = self.path.read_text("utf-8", "replace") if self.entry else ""
+        found = re.search(r'^\s*#\s*include\s*"([^"\n]+\.cu)"', text, re.M)
+        return self.path.parent / found[1] if found else self.path
+
+    @property
+    def uses_torch(self) -> bool:
+        """Whether an entry's file includes PyTorch's headers."""
+        pattern = r"^\s*#\s*include\s*[<\"](?:torch|ATen|c10)/"
+        return bool(self.entry and re.search(pattern, self.source, re.M))
 
     @property
     def source(self) -> str:
-        """The file's text, with bytes that are not UTF-8 replaced."""
-        return self.path.read_text("utf-8", "replace")
+        """The text of the listing, with bytes that are not UTF-8 replaced."""
+        return self.listing.read_text("utf-8", "replace")
 
     @property
     def dtype(self) -> str:
@@ -101,6 +129,19 @@ class VersionHeader:
     def precisions(self) -> dict[str, str]:
         """The precision class of each dtype."""
         return {dtype: self.precision or PLAIN_PRECISIONS[dtype] for dtype in self.dtypes}
+
+    def takes(self, **names: float) -> bool:
+        """Return whether Only holds, given B, N, H, D and causal; also if it is no such formula."""
+        words = {"&&": " and ", "||": " or ", "!": " not "}
+        text = re.sub(r"&&|\|\||!(?!=)", lambda found: words[found[0]], self.only or "1").strip()
+        try:
+            tree = ast.parse(text, mode="eval")
+            # The file is a stranger's, and this process may be the judge's.
+            if all(isinstance(node, _FORMULA) for node in ast.walk(tree)):
+                return bool(eval(compile(tree, "Only", "eval"), {"__builtins__": {}}, names))
+        except (SyntaxError, NameError, ArithmeticError, ValueError):
+            pass
+        return True
 
     def compiles_for(self, arch: str) -> bool:
         """Return whether a compute capability, e.g. "75", has the instructions it needs."""
@@ -189,6 +230,8 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         raise HeaderError(f"{field} must look like {example}")
 
     takes = match("Takes", TAKES, "`float16, head_dim 32 64`")
+    if sorted(values["Tensors"].replace("3", "", 1)) != sorted("BNHD"):
+        raise HeaderError("Tensors must be B, N, H, D in any order, and 3 if q, k, v are in one")
     needs = match("Needs", NEEDS, "`sm_80`")
     slack = match("Error", ERROR, f"`2x: rounds O in every tile`, at most {MOST_ERROR_SLACK:.0f}x")
     precision = values.pop("Precision")
@@ -201,6 +244,8 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
     except ValueError as error:
         raise HeaderError(f"Flags: {error}") from error
     start = values.pop("From") or None
+    if values["Entry"]:
+        calls_of(values["Entry"])
     prose = {name.lower(): value for name, value in values.items()}
     op = op_prefix + name
     return VersionHeader(
@@ -223,6 +268,38 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
     )
 
 
+def calls_of(entry: str) -> list[tuple[str, list[str], str]]:
+    """Return the function, the settings between <<< and >>>, and the arguments of each call.
+
+    Raises HeaderError.
+    """
+    calls = []
+    for call in filter(None, map(str.strip, split(entry, ";"))):
+        found = re.fullmatch(
+            r"([\w:]+\s*(?:<(?!<<).*?>)?)\s*(?:<<<(.*?)>>>)?\s*\((.*)\)", call, re.S
+        )
+        settings = split(found[2] or "", ",") if found else []
+        if not found or (found[2] is not None and not 2 <= len(settings) <= 4):
+            raise HeaderError(
+                "Entry must be calls such as `attn(q, k, v, o, N)` or `attn<D><<<dim3(N, B * H), "
+                f"128, bytes>>>(q, k, v, o, N)`, separated by `;`, not `{call}`"
+            )
+        calls.append((found[1], settings if found[2] else [], found[3]))
+    return calls
+
+
+def split(text: str, separator: str) -> list[str]:
+    """Split at a separator that is in no brackets."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += (c in "([{") - (c in ")]}")
+        if c == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return parts
+
+
 def _fields(lines: Iterable[str]) -> dict[str, str]:
     """Return the fields of a header, given its lines; raises HeaderError if one is wrong."""
     said: dict[str, str] = {}
@@ -237,8 +314,12 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
     values = FIELDS | {field: text for field, text in said.items() if text}
     if (role := values["Role"]) not in ROLES:
         raise HeaderError(f"Role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {role!r}")
-    if role == "decode" and not said.get("Layout"):
+    if (role == "decode" or values["Tensors"] != "BNHD") and not said.get("Layout"):
         values["Layout"] = "strided"
+    if not values["Entry"] and (values["Only"] or values["Tensors"] != "BNHD"):
+        raise HeaderError("Only and Tensors are about an Entry, which is missing")
+    if values["Entry"] and not re.search(r"\bcausal\b", values["Entry"] + values["Only"]):
+        values["Only"] = " && ".join(["causal", *filter(None, [values["Only"]])])
     if values["Layout"] not in LAYOUTS:
         raise HeaderError(f"Layout must be {' or '.join(LAYOUTS)}, not {values['Layout']!r}")
     if role == "decode" and values["Layout"] != "strided":

@@ -175,10 +175,13 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
     if version.role == "struct":
         raise HeaderError(f"{version.path.name}: its role is struct, so it is not a backend")
     ops = _Ops(name, version)
+    summary = f"{version.title[0].upper()}{version.title[1:].rstrip('.')}."
+    if version.tensors != "BNHD":
+        summary += f" Its time includes copies to tensors ({', '.join(version.tensors)})."
     return BackendSpec(
         name=name,
         family=family,
-        summary=f"{version.title[0].upper()}{version.title[1:].rstrip('.')}.",
+        summary=summary,
         loader=ops.kernels,
         precisions=version.precisions,
         head_dims=version.head_dims,
@@ -189,6 +192,8 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
         needs_contiguous=version.layout == "contiguous",
         supports_gqa=version.layout == "strided",
         error_slack=version.error_slack,
+        # A host function may allocate or wait, which no graph can capture.
+        cuda_graphs=not version.entry or "<<<" in version.entry,
         version=version,
     )
 
@@ -343,7 +348,7 @@ def _load_library(library: Path, version: VersionHeader, device_type: str) -> No
             text = (
                 f"{version.path.name} does not define {missing[1]}() as csrc/attention.h declares "
                 "it: a version file includes common.cuh, and defines scratch_floats() and launch() "
-                "in namespace attention::ATTENTION_VERSION"
+                "in namespace attention::ATTENTION_VERSION, or names a function with --entry"
             )
         raise BuildError(text) from error
 

@@ -24,12 +24,31 @@ ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*
 # What needs a translation, or only inline_ptx.h, besides asm.
 FOREIGN = re.compile(
     rb"\bextern\s+(?:(?:__align__|alignas)\s*\(\w+\)\s*)?__shared__\b|__shared__\s+alignas\b"
-    rb"|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
+    rb"|\bstatic\s+__shared__\b|<<<|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
 )
 ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
+# nvcc also takes `static __shared__`, and kernels rely on arrays being aligned for vectors and fragments.
+STATIC = re.compile(r"\b(?:static\s+)?static thread_local\b(?=([^;(){}=]*\[)?)")
 _ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)\))\s*)?"
 DYNAMIC = re.compile(
     rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
+)
+LAUNCH = re.compile(
+    r"(?:\b((?:\w+::)*([A-Za-z_]\w*)(\s*<[^;{}()<>]*(?:<[^;{}()<>]*>[^;{}()<>]*)*>)?)\s*)?"
+    r"<<<((?:(?!<<<).)*?)>>>(?=\s*\()",
+    re.S,
+)
+_VOID = r"(?:const\s+)?void\s*(?:const\s*)?\*\s*"
+# The cast hides the kernel's type.
+UNTYPED = re.compile(
+    r"\b(cudaLaunch(?:Cooperative)?Kernel\s*\(\s*)"
+    rf"(?:\(\s*{_VOID}\)|(?:reinterpret|static)_cast\s*<\s*{_VOID}>)"
+)
+# A function with the name of our namespace gets another one.
+NAMESAKE = re.compile(r"(?<![:\w])(?<!namespace )attention\b(?!\s*::)")
+# A member of cudaLaunchConfig_t named gridDim or blockDim, a macro.
+MEMBER = re.compile(
+    r"(\.|->)\s*\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)"
 )
 MARKER = re.compile(r'^# (\d+) "([^"\n]*)"((?: \d)*)\n', re.M)
 STRING = re.compile(r'R"(\w*)\((?s:(.*?))\)\1"|("(?:\\.|[^"\\])*")')
@@ -105,14 +124,22 @@ def is_foreign(source: bytes) -> bool:
 def translate(text: str, own: Path) -> str:
     """Return preprocessed source in which calls have replaced the inline PTX.
 
-    A pointer replaces `extern __shared__ T name[]` in a function. The headers in the folder `own`
-    and the system's may contain the CPU's assembly, which is kept. Raises BuildError for what is
+    A pointer replaces `extern __shared__ T name[]` in a function, and a call replaces
+    `kernel<<<...>>>(...)`: see host.h. The headers in the folder `own` and the system's may contain
+    the CPU's assembly, which is kept. Raises BuildError for what is
     not in ptx.txt, with file and line.
     """
+    for found in re.finditer(r"\b__cluster_dims__\b", text):
+        if marker := _marker(text, found.start(), own):
+            line = int(marker[1]) + text.count("\n", marker.end(), found.start())
+            raise BuildError(
+                f"{Path(marker[2]).name}:{line}: error: the CPU emulator does not take "
+                "__cluster_dims__; it takes the size of clusters from cudaLaunchKernelEx()"
+            )
     parts, end = [], 0
     for number, found in enumerate(ASM.finditer(text)):
-        marker = MARKER.match(text, text.rfind("\n# ", 0, found.start()) + 1)
-        if not marker or "3" in marker[3] or own in Path(os.path.normpath(marker[2])).parents:
+        marker = _marker(text, found.start(), own)
+        if not marker:
             continue
         file, line = marker[2], int(marker[1]) + text.count("\n", marker.end(), found.start())
         sections, close = _pieces(text, found.end(), ":")
@@ -126,7 +153,48 @@ def translate(text: str, own: Path) -> str:
         parts += [text[end : found.start()], code, f'\n# {line} "{file}"\n']
         end = close
     text = DYNAMIC.sub(_pointer, "".join([*parts, text[end:]]))
-    return ALIGNED.sub(r"\1 static thread_local", text)
+    text = STATIC.sub(_static, ALIGNED.sub(r"\1 static thread_local", text))
+    text = UNTYPED.sub(r"\1", text)
+    text = MEMBER.sub(r"\1\2_", text)
+    if re.search(rf"{NAMESAKE.pattern}\s*[(<]", text):
+        pattern = re.compile(rf"^# .*|{STRING.pattern}|{NAMESAKE.pattern}", re.M)
+        text = pattern.sub(lambda m: m[0] + "_" * (m[0] == "attention"), text)
+
+    def settings(found: re.Match[str]) -> str:
+        kernel, name, given, configuration = found.groups()
+        line = text[text.rfind("\n", 0, found.start(4)) + 1 : found.start(4)]
+        is_text = line.replace(r"\"", "").count('"') % 2 == 1
+        if is_text or not _marker(text, found.start(), own):
+            return found[0]
+        if name and _is_deduced(text, name, given or ""):
+            kernel = f"[](auto... x) {{ {kernel}(x...); }}"
+        return f"{kernel or ''} ->* ::attention::emulator::LaunchSettings({configuration})"
+
+    return LAUNCH.sub(settings, text)
+
+
+def _is_deduced(text: str, name: str, given: str) -> bool:
+    """Return whether a launch of a template leaves some of its arguments to be deduced."""
+    attributes = r"(?:static\s+|inline\s+|__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)*"
+    pattern = rf"template\s*<([^;{{}}()]*)>\s*{attributes}void\s+{attributes}{name}\s*\("
+    commas = re.sub(r"<[^<>]*>", "", given.strip()[1:-1])
+    count = commas.count(",") + 1 if given else 0
+    return any(
+        len([one for one in found[1].split(",") if "=" not in one and "..." not in one]) > count
+        for found in re.finditer(pattern, text)
+    )
+
+
+def _marker(text: str, at: int, own: Path) -> re.Match[str] | None:
+    """Return what names file and line of a place; None in our headers and the system's."""
+    marker = MARKER.match(text, text.rfind("\n# ", 0, at) + 1)
+    if not marker or "3" in marker[3] or own in Path(os.path.normpath(marker[2])).parents:
+        return None
+    return marker
+
+
+def _static(found: re.Match[str]) -> str:
+    return f"static thread_local{' __attribute__((aligned(32)))' * bool(found[1])}"
 
 
 def _pointer(found: re.Match[str]) -> str:

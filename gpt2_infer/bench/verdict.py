@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from attention_kernels.contract import dtype_name
 from attention_kernels.inspection import resources
 from attention_kernels.judge.cases import usual_head_dim
@@ -133,6 +135,9 @@ def _compile(findings: Findings) -> None:
         return
     if compilers.find_nvcc() is None:
         findings.nvcc = "nvcc not found: its flags were not tried"
+        return
+    if version.uses_torch and torch.version.cuda is None:
+        findings.nvcc = "nvcc was not tried: it needs the headers of a PyTorch with CUDA"
         return
     try:
         summary = resources.compile_summary(version, NVCC_ARCH)

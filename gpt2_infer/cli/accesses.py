@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 from gpt2_infer.cli.options import BACKEND, TIMEOUT, Count, Seconds
-from gpt2_infer.cli.versions import call_shape, describe, version_of
+from gpt2_infer.cli.versions import adapted, call_shape, describe, version_of
 
 if TYPE_CHECKING:
     from attention_kernels.inspection.accesses import Access
@@ -17,6 +17,7 @@ def accesses(
     name: Annotated[str, BACKEND],
     /,
     *,
+    entry: str | None = None,
     seqlen: Count = 128,
     head_dim: Count | None = None,
     batch: Count = 1,
@@ -31,6 +32,8 @@ def accesses(
 
     Args:
         name: backend name or version file, *.cu
+        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+            scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         seqlen: sequence length in tokens
         head_dim: head dimension (default: 64, or the first supported)
         batch: batch size
@@ -40,7 +43,7 @@ def accesses(
     """
     from attention_kernels.inspection.accesses import count_accesses
 
-    version = version_of(name)
+    version = version_of(*adapted([name], entry))
     shape = call_shape(version, head_dim, batch, heads, full)
     return count_accesses(version, seqlen=seqlen, **shape, timeout_s=timeout_s)
 
@@ -49,7 +52,7 @@ def text(rows: list[Access], name: str, seqlen: int, **given: Any) -> str:
     """Return the shape, a table of the accesses, and what its line numbers mean."""
     from attention_kernels.inspection.accesses import format_table
 
-    version = version_of(name)
+    version = version_of(*adapted([name], given["entry"]))
     shape = call_shape(version, *(given[size] for size in ("head_dim", "batch", "heads", "full")))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     title = f"{version.path.name}, emulated: N={seqlen} {describe(shape)}"

@@ -10,6 +10,7 @@ import msgspec
 from cyclopts import Group, Parameter
 
 from gpt2_infer.cli.options import MANY, Count, Counts, Device, KernelDtype, Names, Rounds
+from gpt2_infer.cli.versions import adapted
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def compare(
     out: Annotated[Path | None, OUT] = None,
     name: str | None = None,
     backends: Names = (),
+    entry: str | None = None,
     families: Names = (),
     baseline: str | None = None,
     device: Device | None = None,
@@ -53,6 +55,8 @@ def compare(
         out: JSON file to write; never overwritten
         name: task name in the results (default: --task's)
         backends: backend names or version files, *.cu
+        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+            scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         families: families, from `gpt2-infer backends`
         baseline: backend that ratios refer to (default: NAIVE_PYTORCH)
         device: cuda, cuda:1 or the like, or cpu (default: cuda if available)
@@ -76,7 +80,9 @@ def compare(
 
     kind: type[study.KernelStudy | study.GenerationStudy]
     kind = study.KernelStudy if task == "kernel" else study.GenerationStudy
-    settings = {k: v for k, v in given.items() if k not in ("task", "out", "name")}
+    settings = {k: v for k, v in given.items() if k not in ("task", "out", "name", "entry")}
+    if entry is not None:
+        settings["backends"] = adapted(backends, entry)
     for option in settings.keys() - {*kind.__struct_fields__}:
         raise RequestError(f"--{option.replace('_', '-')} is not for --task {task}")
     results = study.run(msgspec.convert(settings, kind, strict=False), name or task, out)

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from gpt2_infer.cli.console import EXIT_INTERRUPTED, show
 from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN, Model, Text
+from gpt2_infer.cli.versions import adapted
 from gpt2_infer.errors import RequestError
 
 
@@ -33,6 +34,7 @@ def generate(
         tuple[str, ...], Parameter(name="--prompt-file", allow_leading_hyphen=True)
     ] = (),
     backend: str | None = None,
+    entry: str | None = None,
     decode_backend: str | None = None,
     kv_cache: bool = False,
     engine: str = "auto",
@@ -51,6 +53,8 @@ def generate(
         backend: attention backend; see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA if
             it is available and takes the model, else PYTORCH_SDPA_EFFICIENT_ATTENTION;
             PYTORCH_SDPA_FLASH_ATTENTION on cpu)
+        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+            scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         decode_backend: attention backend for decoding with --kv-cache (default: the given
             --backend if it has a decode kernel, else DECODE_SPLIT_KV_VERSION_1 on cuda, or
             NAIVE_PYTORCH without nvcc or if the model is not supported, and
@@ -73,6 +77,8 @@ def generate(
     from gpt2_infer.summary import format_report, make_report
 
     settings = text.settings(model)
+    if entry is not None:
+        (backend,) = adapted([backend or ""], entry)
     mode = "kv-cache" if kv_cache else "recompute"
     started = time.perf_counter()
     loaded, request = model.load(

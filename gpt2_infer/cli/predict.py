@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from cyclopts import Parameter
 
 from gpt2_infer.cli.options import BACKEND, Count, Counts, KernelDtype, Names, Size, matching
-from gpt2_infer.cli.versions import call_shape, describe, version_of
+from gpt2_infer.cli.versions import adapted, call_shape, describe, version_of
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def predict(
     name: Annotated[str, BACKEND],
     /,
     *,
+    entry: str | None = None,
     gpu: str = "h200",
     seqlens: Annotated[Counts, Parameter(name="--seqlen")] = (1024,),
     head_dim: Count | None = None,
@@ -91,6 +92,8 @@ def predict(
 
     Args:
         name: backend name or version file, *.cu
+        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+            scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         gpu: GPU: h200, h100, a100, t4 or rtx4090
         seqlens: sequence lengths in tokens
         head_dim: head dimension (default: 64, or the first supported)
@@ -114,7 +117,7 @@ def predict(
         what = f"{launch.kernel} of {Path(name).name} on {on.name}"
         heading = f"{what}: {blocks} blocks of {threads} threads"
     else:
-        version = version_of(name)
+        version = version_of(*adapted([name], entry))
         builds = {build.dtype: build for build in version.builds()}
         wanted = dtype or version.dtypes[0]
         if wanted not in builds:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from gpt2_infer.cli.options import TIMEOUT, Count, Seconds
-from gpt2_infer.cli.versions import versions_of
+from gpt2_infer.cli.versions import adapted, versions_of
 from gpt2_infer.errors import RequestError
 from gpt2_infer.files import check_writable
 
@@ -37,6 +37,7 @@ def report(
     names: Annotated[tuple[str, ...], Parameter(name="WHAT")] = (),
     /,
     *,
+    entry: str | None = None,
     family: str | None = None,
     out: Path = Path("report.html"),
     gpu: str = "h200",
@@ -51,6 +52,8 @@ def report(
 
     Args:
         names: backend names or version files, *.cu; they are verified and predicted, too
+        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+            scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         family: ladder whose versions are added
         out: HTML file
         gpu: GPU to predict for, or none
@@ -66,7 +69,7 @@ def report(
 
     check_writable(out)
     card = None if gpu == "none" else find_gpu(gpu)  # fails before minutes of checks
-    own = versions_of(names)
+    own = versions_of(adapted(names, entry))
     versions = (selection.versions_of(family) if family else {}) | own
     if not versions:
         raise RequestError("nothing to report: give backends, version files or --family")

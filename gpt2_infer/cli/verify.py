@@ -18,6 +18,7 @@ from gpt2_infer.cli.options import (
     Seconds,
     Seed,
 )
+from gpt2_infer.cli.versions import adapted
 
 if TYPE_CHECKING:
     from attention_kernels.judge.suite import Failure
@@ -31,6 +32,7 @@ def verify(
     name: Annotated[str, BACKEND],
     /,
     *,
+    entry: str | None = None,
     device: Device | None = None,
     dtypes: Annotated[tuple[KernelDtype, ...], MANY] = (),
     seed: Seed | None = None,
@@ -50,6 +52,8 @@ def verify(
 
     Args:
         name: backend name or version file, *.cu
+        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+            scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         device: cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else
             cpu)
         dtypes: dtypes (default: all)
@@ -67,6 +71,7 @@ def verify(
     from attention_kernels.judge import suite
     from gpt2_infer.bench import verdict
 
+    (name,) = adapted([name], entry)
     verdict.prepare()
     faults = verdict.sanitize(name, device or "", schedules) if sanitize else []
     report = suite.verify(
@@ -141,6 +146,8 @@ def _scope(findings: Findings) -> Iterator[str]:
         yield f"  only {shapes} were tried in the cases: it is compiled for each{says}"
     if spec.head_dims and not spec.is_ours:
         yield f"  only head_dim {', '.join(map(str, spec.head_dims))} was tried, as it declares"
+    if spec.version and spec.version.only:
+        yield f"  only calls with `{spec.version.only}` were tried, as it declares"
     if spec.error_slack != 1:
         times = f"{spec.error_slack:g} times"
         yield f"  its budgets are {times} its precision class's, as it declares"

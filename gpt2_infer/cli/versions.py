@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels.ladder.header import VersionHeader
+
+
+def adapted(whats: Iterable[str], entry: str | None) -> list[str]:
+    """Return names in which an adapter replaces the one version file, *.cu, if there is an entry.
+
+    Raises RequestError if there is not one file, and OSError.
+    """
+    from attention_kernels.ladder import build
+    from attention_kernels.ladder.entry import adapter
+
+    names = [*whats]
+    files = [name for name in names if name.endswith(".cu")]
+    if entry is None:
+        return names
+    if len(files) != 1:
+        said = ", ".join(files) or "none"
+        raise RequestError(f"--entry says how to call one file, *.cu, but here: {said}")
+    made = str(adapter(Path(files[0]), entry, build.cache_dir()))
+    return [made if name in files else name for name in names]
 
 
 def version_of(what: str) -> VersionHeader:

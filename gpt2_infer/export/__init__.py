@@ -132,6 +132,8 @@ def plan(version: VersionHeader, folder: Path) -> Export:
 def _refusals(version: VersionHeader) -> Iterator[str]:
     if version.role != "attention":
         yield f"role {version.role} (export takes attention)"
+    if version.entry:
+        yield "an Entry (export takes a file that defines launch())"
     if len(version.dtypes) > 1:
         yield f"{len(version.dtypes)} dtypes (export takes one: a repository has one op)"
     if version.is_host:

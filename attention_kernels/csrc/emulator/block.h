@@ -186,6 +186,15 @@ void begin_launches();
 // Runs the queued launches and returns the first error. If `error` is one, only returns it.
 cudaError_t finish_launches(cudaError_t error);
 
+// Runs what is queued, and returns its first error.
+cudaError_t run_queued();
+
+// Keeps the error of a launch that returns none; returns its argument. kept_error() returns it, once
+// if it is taken, unless a later call on a GPU would return it as well; kEver: even after that.
+cudaError_t keep_error(cudaError_t error);
+enum Taking { kTake, kPeek, kEver };
+cudaError_t kept_error(Taking taking);
+
 // Called in a kernel: runs the launch before it, and lets the next one start.
 void wait_for_previous();
 void allow_next();

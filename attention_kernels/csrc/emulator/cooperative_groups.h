@@ -28,6 +28,13 @@ class lanes {
     return kSize != 0 ? (emulator::this_fiber().block->threads + kSize - 1) / kSize : 1;
   }
   void sync(ATTENTION_EMULATOR_SITE) const { __syncwarp(mask, file, line); }
+  template <typename T>
+  unsigned match_any(T value, ATTENTION_EMULATOR_SITE) const {
+    unsigned same = 0;
+    for (unsigned rank = 0; rank < size(); ++rank)
+      same |= unsigned{from(value, rank, {"match_any", file, line}) == value} << rank;
+    return same;
+  }
   unsigned ballot(int predicate, ATTENTION_EMULATOR_SITE) const {
     return compact(__ballot_sync(mask, predicate, file, line));
   }
@@ -150,6 +157,8 @@ class cluster_group {
                ? emulator::this_fiber().block->launch->cluster
                : 1;
   }
+  static dim3 block_index() { return {block_rank()}; }
+  static dim3 dim_blocks() { return {num_blocks()}; }
   static unsigned thread_rank() {
     return block_rank() * thread_block::size() + thread_block::thread_rank();
   }
@@ -169,6 +178,8 @@ class thread_block_tile : public lanes<kSize> {
  public:
   static_assert(kSize <= 32 && (kSize & (kSize - 1)) == 0, "tiles of a warp: up to 32 threads");
   explicit thread_block_tile(unsigned mask) : lanes<kSize>(mask) {}
+  template <typename Other>
+  thread_block_tile(const thread_block_tile<kSize, Other>& tile) : lanes<kSize>(tile) {}
 };
 using coalesced_group = lanes<0>;
 

@@ -219,6 +219,9 @@ inline void __nanosleep(unsigned, ATTENTION_EMULATOR_SITE) {
 ATTENTION_EMULATOR_ACCESS(__ldg, __stwb)
 ATTENTION_EMULATOR_ACCESS(__ldcg, __stcg)
 ATTENTION_EMULATOR_ACCESS(__ldcs, __stcs)
+ATTENTION_EMULATOR_ACCESS(__ldca, __stwt)
+ATTENTION_EMULATOR_ACCESS(__ldcv, __stcv)
+ATTENTION_EMULATOR_ACCESS(__ldlu, __stlu)
 #undef ATTENTION_EMULATOR_ACCESS
 
 namespace attention::emulator {
@@ -364,6 +367,8 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 
+#include "intrinsics.h"
+
 // ---- The runtime --------------------------------------------------------------------------------
 
 using cudaStream_t =
@@ -372,6 +377,7 @@ using cudaStream_t =
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
   cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+  cudaFuncAttributeNonPortableClusterSizeAllowed = 14,
 };
 
 enum cudaDeviceAttr {
@@ -381,6 +387,8 @@ enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
+  cudaDevAttrCooperativeLaunch = 95,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
 };
 
@@ -406,9 +414,13 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   return "unrecognized error code";
 }
 
-// Every call returns its own error; none is stored for later.
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+// Only of a launch by <<<>>>: every other call returns its own error.
+inline cudaError_t cudaGetLastError() {
+  return attention::emulator::kept_error(attention::emulator::kTake);
+}
+inline cudaError_t cudaPeekAtLastError() {
+  return attention::emulator::kept_error(attention::emulator::kPeek);
+}
 
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
@@ -435,6 +447,12 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
       break;
     case cudaDevAttrComputeCapabilityMinor:
       *value = device.arch % 10;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = static_cast<int>(device.shared_limit) + 1024;
+      break;
+    case cudaDevAttrCooperativeLaunch:
+      *value = 1;
       break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = static_cast<int>(device.shared_limit);
@@ -540,7 +558,8 @@ cudaError_t complete(Launches launches) {
     error = launches();
   } catch (...) {  // exit() in host code
     emulator::finish_launches(cudaErrorUnknown);
-    throw;
+    if ((error = emulator::kept_error(emulator::kEver)) == cudaSuccess) throw;
+    return error;  // why it exits
   }
   return emulator::finish_launches(error);
 }

@@ -72,6 +72,11 @@ template <typename Format>
 struct alignas(4) Float16x2 {
   Float16<Format> x, y;
 
+  Float16x2() = default;
+  Float16x2(Float16<Format> low, Float16<Format> high) : x(low), y(high) {}
+  Float16x2& operator+=(Float16x2 b) { return *this = *this + b; }
+  Float16x2& operator-=(Float16x2 b) { return *this = *this - b; }
+  Float16x2& operator*=(Float16x2 b) { return *this = *this * b; }
   friend Float16x2 operator+(Float16x2 a, Float16x2 b) { return {a.x + b.x, a.y + b.y}; }
   friend Float16x2 operator-(Float16x2 a, Float16x2 b) { return {a.x - b.x, a.y - b.y}; }
   friend Float16x2 operator*(Float16x2 a, Float16x2 b) { return {a.x * b.x, a.y * b.y}; }
@@ -82,10 +87,15 @@ struct alignas(4) Float16x2 {
 
 // Structs, so that kernels get the same mangled names as from nvcc.
 #define ATTENTION_EMULATOR_SCALAR(name, Format)                  \
+  struct name##_raw {                                            \
+    unsigned short x;                                            \
+  };                                                             \
   struct name : attention::emulator::Float16<Format> {           \
     using Float16::Float16;                                      \
     name() = default;                                            \
     name(attention::emulator::Float16<Format> x) : Float16(x) {} \
+    name(name##_raw raw) { bits = raw.x; }                       \
+    operator name##_raw() const { return {bits}; }               \
   };
 ATTENTION_EMULATOR_SCALAR(__half, attention::emulator::HalfFormat)
 ATTENTION_EMULATOR_SCALAR(__nv_bfloat16, attention::emulator::BFloat16Format)
@@ -115,6 +125,12 @@ using nv_bfloat162 = __nv_bfloat162;
   inline type2 __lows2##name2(type2 v, type2 w) { return {v.x, w.x}; }    \
   inline type2 __highs2##name2(type2 v, type2 w) { return {v.y, w.y}; }   \
   inline int __##name##2int_rn(type x) { return __float2int_rn(x); }      \
+  inline int __##name##2int_rz(type x) { return __float2int_rz(x); }      \
+  inline type __uint2##name##_rn(unsigned x) { return x; }                \
+  inline short __##name##_as_short(type x) { return short(x.bits); }      \
+  inline type __short_as_##name(short x) {                                 \
+    return attention::emulator::bit_cast<type>(x);                        \
+  }                                                                       \
   inline type __int2##name##_rn(int x) { return x; }                      \
   inline unsigned short __##name##_as_ushort(type x) { return x.bits; }   \
   inline type __ushort_as_##name(unsigned short x) {                      \
@@ -143,9 +159,18 @@ inline __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return 
 ATTENTION_EMULATOR_BINARY(add, a + b)
 ATTENTION_EMULATOR_BINARY(sub, a - b)
 ATTENTION_EMULATOR_BINARY(mul, a* b)
+ATTENTION_EMULATOR_BINARY(div, a / b)
 ATTENTION_EMULATOR_BINARY(max, attention::emulator::Float16<Format>(std::fmax(float(a), float(b))))
 ATTENTION_EMULATOR_BINARY(min, attention::emulator::Float16<Format>(std::fmin(float(a), float(b))))
 #undef ATTENTION_EMULATOR_BINARY
+#define __h2div __hdiv2
+// Operations that are not fused with others; here none are.
+#define __hadd_rn __hadd
+#define __hsub_rn __hsub
+#define __hmul_rn __hmul
+#define __hadd2_rn __hadd2
+#define __hsub2_rn __hsub2
+#define __hmul2_rn __hmul2
 
 template <typename Format>
 auto __hfma(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b,
@@ -157,6 +182,17 @@ attention::emulator::Float16x2<Format> __hfma2(attention::emulator::Float16x2<Fo
                                                attention::emulator::Float16x2<Format> b,
                                                attention::emulator::Float16x2<Format> c) {
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
+}
+template <typename Format>
+auto __hfma_relu(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b,
+                 attention::emulator::Float16<Format> c) {
+  return __hmax(__hfma(a, b, c), attention::emulator::Float16<Format>(0));
+}
+template <typename Format>
+attention::emulator::Float16x2<Format> __hfma2_relu(attention::emulator::Float16x2<Format> a,
+                                                    attention::emulator::Float16x2<Format> b,
+                                                    attention::emulator::Float16x2<Format> c) {
+  return {__hfma_relu(a.x, b.x, c.x), __hfma_relu(a.y, b.y, c.y)};
 }
 // Functions of one number and of a pair; comparisons, which are false if one is a NaN.
 #define ATTENTION_EMULATOR_UNARY(name, expression)           \
@@ -181,6 +217,11 @@ ATTENTION_EMULATOR_UNARIES(hrcp, h2rcp, 1 / x)
 ATTENTION_EMULATOR_UNARIES(hsqrt, h2sqrt, std::sqrt(x))
 ATTENTION_EMULATOR_UNARIES(hrsqrt, h2rsqrt, 1 / std::sqrt(x))
 ATTENTION_EMULATOR_UNARIES(htanh, h2tanh, std::tanh(x))
+ATTENTION_EMULATOR_UNARIES(hsin, h2sin, std::sin(x))
+ATTENTION_EMULATOR_UNARIES(hcos, h2cos, std::cos(x))
+ATTENTION_EMULATOR_UNARIES(hfloor, h2floor, std::floor(x))
+ATTENTION_EMULATOR_UNARIES(hceil, h2ceil, std::ceil(x))
+ATTENTION_EMULATOR_UNARIES(hrint, h2rint, std::nearbyint(x))
 #undef ATTENTION_EMULATOR_UNARIES
 #undef ATTENTION_EMULATOR_UNARY
 
@@ -189,6 +230,16 @@ ATTENTION_EMULATOR_UNARIES(htanh, h2tanh, std::tanh(x))
   bool __h##name(attention::emulator::Float16<Format> v, attention::emulator::Float16<Format> w) { \
     const float a = v, b = w;                                                                      \
     return expression;                                                                             \
+  }                                                                                                \
+  template <typename Format>                                                                       \
+  bool __hb##name##2(attention::emulator::Float16x2<Format> v,                                     \
+                     attention::emulator::Float16x2<Format> w) {                                   \
+    return __h##name(v.x, w.x) && __h##name(v.y, w.y);                                             \
+  }                                                                                                \
+  template <typename Format>                                                                       \
+  attention::emulator::Float16x2<Format> __h##name##2(attention::emulator::Float16x2<Format> v,    \
+                                                      attention::emulator::Float16x2<Format> w) {  \
+    return {float(__h##name(v.x, w.x)), float(__h##name(v.y, w.y))};                               \
   }
 ATTENTION_EMULATOR_COMPARISON(eq, a == b)
 ATTENTION_EMULATOR_COMPARISON(ne, a<b || a> b)
@@ -197,6 +248,15 @@ ATTENTION_EMULATOR_COMPARISON(le, a <= b)
 ATTENTION_EMULATOR_COMPARISON(gt, a > b)
 ATTENTION_EMULATOR_COMPARISON(ge, a >= b)
 #undef ATTENTION_EMULATOR_COMPARISON
+template <typename Format>
+int __hisinf(attention::emulator::Float16<Format> v) {
+  return std::isinf(float(v)) ? (v < 0 ? -1 : 1) : 0;
+}
+template <typename Format>
+attention::emulator::Float16x2<Format> __lowhigh2highlow(
+    attention::emulator::Float16x2<Format> v) {
+  return {v.y, v.x};
+}
 template <typename Format>
 bool __hisnan(attention::emulator::Float16<Format> v) {
   return std::isnan(float(v));

@@ -257,6 +257,13 @@ void Races::share_news() {
   has_news = false;
 }
 
+// All threads have passed a barrier.
+void Races::share_fences() {
+  for (const unsigned thread : has_fenced_since)
+    for (unsigned i = 0; i < kScopes; ++i) at_fences[i].merge(of_thread[thread].at_fence[i]);
+  has_fenced_since.clear();
+}
+
 bool Races::knows(uint32_t of, unsigned thread, uint32_t clock) const {
   return floor.has(of, thread, clock) || of_thread[this_fiber().thread].news.has(of, thread, clock);
 }
@@ -273,6 +280,7 @@ void Races::fence(Scope scope) {
     mine.at_fence[i] = knowledge();
     mine.has_fenced[i] = true;
   }
+  if (has_fenced_since.empty() || has_fenced_since.back() != self) has_fenced_since.push_back(self);
   own[self] = ++time;
 }
 
@@ -298,7 +306,7 @@ void Races::release_flag(uintptr_t word, Scope scope, bool is_release, bool repl
   const OfThread& mine = of_thread[self];
   GlobalMemory& memory = GlobalMemory::instance();
   const bool is_rare = memory.flags.size() < kExplained;
-  if (!is_release && !mine.has_fenced[0] && !is_rare && memory.flags.count(word) == 0) return;
+  if (!is_release && !mine.has_fenced[0] && at_fences[0].is_empty() && !is_rare && memory.flags.count(word) == 0) return;
   const Knowledge all = is_release || is_rare ? knowledge() : Knowledge{};
   Flag& flag = memory.flag(word, block.launch->in_stream->number);
   for (unsigned i = 0; i < kScopes; ++i) {
@@ -308,6 +316,7 @@ void Races::release_flag(uintptr_t word, Scope scope, bool is_release, bool repl
     if (i > static_cast<unsigned>(scope)) continue;
     if (is_release || mine.has_fenced[i])
       flag.by_scope[i].merge(is_release ? all : mine.at_fence[i]);
+    flag.by_scope[i].merge(at_fences[i]);
   }
   flag.unfenced.merge(all);
   own[self] = ++time;

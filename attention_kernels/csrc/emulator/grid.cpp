@@ -497,6 +497,11 @@ struct PutOff {
 
   std::mutex mutex;
   std::map<std::thread::id, Launches> launches;
+  struct Kept {
+    cudaError_t error;
+    bool is_taken;
+  };
+  std::map<std::thread::id, Kept> errors;  // of launches that returned none
 
   static PutOff& instance() {
     static PutOff* const all = new PutOff;
@@ -518,6 +523,28 @@ void begin_launches() {
   PutOff& all = PutOff::instance();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.launches[std::this_thread::get_id()].clear();
+  all.errors.erase(std::this_thread::get_id());
+}
+
+cudaError_t keep_error(cudaError_t error) {
+  PutOff& all = PutOff::instance();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  if (error != cudaSuccess) all.errors[std::this_thread::get_id()] = {error, false};
+  return error;
+}
+
+cudaError_t kept_error(Taking taking) {
+  PutOff& all = PutOff::instance();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.errors.find(std::this_thread::get_id());
+  if (found == all.errors.end() || (found->second.is_taken && taking != kEver)) return cudaSuccess;
+  const cudaError_t error = found->second.error;
+  // A fault of a kernel is the context's, and a refused launch is not.
+  const bool is_fault =
+      error >= cudaErrorIllegalAddress && error != cudaErrorLaunchOutOfResources &&
+      error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported;
+  if (taking == kTake && !is_fault) found->second.is_taken = true;
+  return error;
 }
 
 // Runs `count` launches, all early except the first, starting with the last.
@@ -576,6 +603,16 @@ cudaError_t run_launch(const Launch& launch, void (*release)(const void* argumen
   one->begin(call.before, 0, nullptr);
   const Outcome& outcome = one->run(/*on_own_thread=*/false);
   return blocks.report(outcome.error, outcome.message);
+}
+
+cudaError_t run_queued() {
+  PutOff::Launches* const launches = PutOff::instance().find();
+  if (launches == nullptr || launches->empty()) return cudaSuccess;
+  const cudaError_t error = finish_launches(cudaSuccess);
+  PutOff& all = PutOff::instance();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.launches[std::this_thread::get_id()].clear();
+  return error;
 }
 
 void wait_for_previous() {

@@ -113,35 +113,47 @@ struct matrix_a;
 struct matrix_b;
 struct accumulator;
 
+namespace precision {
+struct tf32;
+}
+template <typename T>
+using Stored = std::conditional_t<std::is_same_v<T, precision::tf32>, float, T>;
+inline float __float_to_tf32(float x) {  // rounded to nearest
+  const auto bits = attention::emulator::bit_cast<uint32_t>(x);
+  return attention::emulator::bit_cast<float>((bits + 0x1000) & ~0x1fffu);
+}
+
 template <typename Use, int m, int n, int k, typename T, typename Layout = void>
 class fragment {
   static constexpr bool kIsA = std::is_same_v<Use, matrix_a>;
   static constexpr bool kIsB = std::is_same_v<Use, matrix_b>;
   static constexpr bool kIsRowMajor = std::is_same_v<Layout, row_major>;
-  static_assert((m == 16 && n == 16 && k == 16) || (m == 32 && n == 8 && k == 16) ||
+  static constexpr bool kIsTf32 = std::is_same_v<T, precision::tf32>;
+  static_assert((m == 16 && n == 16 && (k == 16 || k == 8)) || (m == 32 && n == 8 && k == 16) ||
                     (m == 8 && n == 32 && k == 16),
-                "shapes are 16 x 16 x 16, 32 x 8 x 16 and 8 x 32 x 16");
+                "shapes are 16 x 16 x 16, 32 x 8 x 16, 8 x 32 x 16 and, for tf32, 16 x 16 x 8");
   static_assert(kIsA || kIsB || std::is_same_v<Use, accumulator>);
-  static_assert(std::is_same_v<T, half> || (std::is_same_v<T, __nv_bfloat16> && (kIsA || kIsB)) ||
+  static_assert(std::is_same_v<T, half> || ((std::is_same_v<T, __nv_bfloat16> || (kIsTf32 && k == 8)) && (kIsA || kIsB)) ||
                     (!kIsA && !kIsB && std::is_same_v<T, float>),
-                "the emulator has half, bfloat16, and float accumulators");
+                "the emulator has half, bfloat16, tf32, and float accumulators");
   static_assert(kIsA || kIsB ? kIsRowMajor || std::is_same_v<Layout, col_major>
                              : std::is_void_v<Layout>);
 
  public:
-  using element_type = T;
-  using storage_element_type = T;
-  enum { num_elements = kIsA || kIsB ? 16 : 8, num_storage_elements = num_elements };
-  T x[num_elements];
+  using element_type = Stored<T>;
+  using storage_element_type = Stored<T>;
+  enum { num_elements = kIsTf32 ? 4 : kIsA || kIsB ? 16 : 8, num_storage_elements = num_elements };
+  element_type x[num_elements];
 
   fragment() {
-    for (T& element : x) element = T(std::numeric_limits<float>::quiet_NaN());
+    for (element_type& element : x) element = element_type(std::numeric_limits<float>::quiet_NaN());
   }
 
   // These are not in CUDA.
   static constexpr unsigned kRows = kIsB ? k : m;
   static constexpr unsigned kColumns = kIsA ? k : n;
   static constexpr unsigned kOwn = kRows * kColumns / 32;  // elements, without duplicates
+  static constexpr uint32_t kUsed = kIsTf32 ? ~0x1fffu : ~0u;  // bits of an element as a float
   static constexpr layout_t kLayout = kIsRowMajor ? mem_row_major : mem_col_major;
   static attention::emulator::Position position(unsigned lane, unsigned i) {
     const bool ampere = attention::emulator::this_fiber().block->launch->arch >= 80;
@@ -207,7 +219,8 @@ const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const M
     for (unsigned i = 0; i < Fragment::num_elements; ++i) {
       const Position at = Fragment::position(lane, i);
       if (i < Fragment::kOwn) {
-        matrix[at.row][at.column] = fragment.x[i];
+        matrix[at.row][at.column] =
+            bit_cast<float>(bit_cast<uint32_t>(float(fragment.x[i])) & Fragment::kUsed);
       } else if (std::memcmp(&fragment.x[i], &fragment.x[i % Fragment::kOwn], 2) != 0) {
         return "an element and its duplicate differ";
       }
@@ -245,13 +258,14 @@ void multiply(const MatrixCalls& calls, const Site& site) {
 namespace nvcuda::wmma {
 
 template <typename Use, int m, int n, int k, typename T, typename Layout>
-void fill_fragment(fragment<Use, m, n, k, T, Layout>& f, std::common_type_t<T> value) {
-  for (T& element : f.x) element = T(value);
+void fill_fragment(fragment<Use, m, n, k, T, Layout>& f,
+                   std::common_type_t<Stored<T>> value) {
+  for (auto& element : f.x) element = value;
 }
 
 template <typename Use, int m, int n, int k, typename T, typename Layout>
 ATTENTION_EMULATOR_INLINE void load_matrix_sync(fragment<Use, m, n, k, T, Layout>& f,
-                                                std::common_type_t<const T*> memory,
+                                                std::common_type_t<const Stored<T>*> memory,
                                                 unsigned leading_dimension,
                                                 ATTENTION_EMULATOR_SITE) {
   attention::emulator::load_matrix(f, memory, leading_dimension, f.kLayout,

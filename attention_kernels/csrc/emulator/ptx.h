@@ -62,12 +62,12 @@ ATTENTION_EMULATOR_INLINE void change_registers(unsigned registers, bool raises,
 }
 template <int kRegisters>
 void raise_registers(ATTENTION_EMULATOR_SITE) {
-  static_assert(kRegisters >= 24 && kRegisters <= 240 && kRegisters % 8 == 0);
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0);
   change_registers(kRegisters, true, {"raise_registers", file, line});
 }
 template <int kRegisters>
 void lower_registers(ATTENTION_EMULATOR_SITE) {
-  static_assert(kRegisters >= 24 && kRegisters <= 240 && kRegisters % 8 == 0);
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0);
   change_registers(kRegisters, false, {"lower_registers", file, line});
 }
 

@@ -27,6 +27,8 @@ void Races::begin_block() {
   floor.complete = order.begins_after != 0 ? order.begins_after : order.before_call - 1;
   of_thread.assign(block.threads, {});
   has_news = has_allowed = false;
+  has_fenced_since.clear();
+  for (Knowledge& one : at_fences) one = {};
   random = (block.number + 1) * 0x9e3779b97f4a7c15u + block.launch->seed;
   begin_interval();
   begun = ordered;

@@ -31,6 +31,7 @@ class Races {
   // end_block() when it ends.
   void begin_interval() {
     ordered = time++;
+    if (!has_fenced_since.empty()) share_fences();
     if (has_news) share_news();
   }
   void begin_block();
@@ -156,6 +157,7 @@ class Races {
            fences[before.thread] < before.clock;
   }
   void share_news();
+  void share_fences();
   void acquire_flag(uintptr_t word, Scope scope);
   void release_flag(uintptr_t word, Scope scope, bool is_release, bool replaces);
   bool knows(uint32_t of, unsigned thread, uint32_t clock) const;
@@ -179,6 +181,9 @@ class Races {
   Knowledge floor;     // of other blocks, what all threads know
   Knowledge unfenced;  // what they would know if all atomic operations were fences
   std::vector<OfThread> of_thread;
+  // What a thread of the block knew at a fence before its last barrier: since then each passes it on.
+  Knowledge at_fences[kScopes];
+  std::vector<unsigned> has_fenced_since;  // threads, since that barrier
   bool has_news = false;           // whether a thread knows more than `floor`
   bool lets_others_run = false;    // at the next access
   bool has_allowed = false;        // whether a thread has called allow_next()

@@ -18,34 +18,38 @@
   void __tsan_volatile_write##bytes(void* p) { ON_VOLATILE(p, bytes, kStore); }         \
   void __tsan_unaligned_volatile_read##bytes(void* p) { ON_VOLATILE(p, bytes, kLoad); } \
   void __tsan_unaligned_volatile_write##bytes(void* p) { ON_VOLATILE(p, bytes, kStore); }
+#define FETCH(bits, name)                                                                \
+  uint##bits##_t __tsan_atomic##bits##_fetch_##name(uint##bits##_t* p, uint##bits##_t x, \
+                                                    int order) {                         \
+    ON_ATOMIC(p, bits / 8, kAtomic, order);                                              \
+    return __atomic_fetch_##name(p, x, __ATOMIC_SEQ_CST);                                \
+  }
 // All of a kernel's atomic functions begin with a load in order "consume", which belongs to the last
 // of these.
-#define ATOMIC(bits)                                                                               \
-  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int order) {                  \
-    if (order == __ATOMIC_CONSUME) return __atomic_load_n(p, __ATOMIC_SEQ_CST);                    \
-    ON_ATOMIC(p, bits / 8, kLoad, order);                                                          \
-    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                   \
-  }                                                                                                \
-  void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t x, int order) {               \
-    ON_ATOMIC(p, bits / 8, kStore, order);                                                         \
-    __atomic_store_n(p, x, __ATOMIC_SEQ_CST);                                                      \
-  }                                                                                                \
-  uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t x, int order) { \
-    ON_ATOMIC(p, bits / 8, kAtomic, order);                                                        \
-    return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);                                             \
-  }                                                                                                \
-  uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t x, int order) {  \
-    ON_ATOMIC(p, bits / 8, kAtomic, order);                                                        \
-    return __atomic_exchange_n(p, x, __ATOMIC_SEQ_CST);                                            \
-  }                                                                                                \
-  bool __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* expected,  \
-                                                     uint##bits##_t x, int order, int) {           \
-    ON_ATOMIC(p, bits / 8, kAtomic, order);                                                        \
-    const bool changes = *expected != x;                                                           \
-    const bool done =                                                                              \
-        __atomic_compare_exchange_n(p, expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);    \
-    END_ATOMIC(done && changes);                                                                   \
-    return done;                                                                                   \
+#define ATOMIC(bits)                                                                              \
+  FETCH(bits, add)                                                                                \
+  FETCH(bits, sub) FETCH(bits, and) FETCH(bits, or) FETCH(bits, xor) uint##bits##_t               \
+  __tsan_atomic##bits##_load(const uint##bits##_t* p, int order) {                                \
+    if (order == __ATOMIC_CONSUME) return __atomic_load_n(p, __ATOMIC_SEQ_CST);                   \
+    ON_ATOMIC(p, bits / 8, kLoad, order);                                                         \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                  \
+  }                                                                                               \
+  void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t x, int order) {              \
+    ON_ATOMIC(p, bits / 8, kStore, order);                                                        \
+    __atomic_store_n(p, x, __ATOMIC_SEQ_CST);                                                     \
+  }                                                                                               \
+  uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t x, int order) { \
+    ON_ATOMIC(p, bits / 8, kAtomic, order);                                                       \
+    return __atomic_exchange_n(p, x, __ATOMIC_SEQ_CST);                                           \
+  }                                                                                               \
+  bool __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* expected, \
+                                                     uint##bits##_t x, int order, int) {          \
+    ON_ATOMIC(p, bits / 8, kAtomic, order);                                                       \
+    const bool changes = *expected != x;                                                          \
+    const bool done =                                                                             \
+        __atomic_compare_exchange_n(p, expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);   \
+    END_ATOMIC(done && changes);                                                                  \
+    return done;                                                                                  \
   }
 
 extern "C" {
@@ -65,6 +69,7 @@ void __tsan_vptr_update(void**, void*) {}
 }
 
 #undef ATOMIC
+#undef FETCH
 #undef PLAIN
 
 #pragma GCC visibility pop

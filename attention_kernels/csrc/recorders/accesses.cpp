@@ -520,7 +520,13 @@ int main(int, char** arguments) {
   params.scratch = static_cast<float*>(
       tensor("scratch", sizeof(float) * std::max<int64_t>(1, version.scratch_floats(&params))));
 
-  const auto error = static_cast<cudaError_t>(version.launch(&params, nullptr));
+  auto error = cudaSuccess;
+  try {
+    error = static_cast<cudaError_t>(version.launch(&params, nullptr));
+  } catch (const std::exception& refusal) {
+    std::fprintf(channel, "%s\n", refusal.what());
+    return 1;
+  }
   if (error != cudaSuccess) {
     std::fprintf(channel, "error: %s: %s\n", cudaGetErrorName(error), last_error().c_str());
     return 1;

@@ -9,16 +9,20 @@
 
 #define launch_kernel emulated_launch_kernel
 #define launch_early emulated_launch_early
+#define launch_at_once emulated_launch_at_once
 #include "common.cuh"
 #undef launch_kernel
 #undef launch_early
+#undef launch_at_once
 
 #include <cxxabi.h>
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <vector>
 
 #include "recorders/channel.h"
@@ -58,6 +62,12 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int, dim3 blo
   return launch_kernel(kernel, grid, block, smem_bytes, stream, arguments...);
 }
 
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_at_once(void (*kernel)(Parameters...), dim3 grid, int, dim3 block,
+                           size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
+  return launch_kernel(kernel, grid, block, smem_bytes, stream, arguments...);
+}
+
 }  // namespace attention
 
 int main(int count, char** arguments) {
@@ -67,8 +77,13 @@ int main(int count, char** arguments) {
         0)
       continue;
     attention::VersionParams params{};
-    // There is no memory at these addresses; they only tell the tensors apart.
-    const auto tensor = [](uintptr_t number) { return reinterpret_cast<void*>(number << 40); };
+    // These addresses tell the tensors apart. Host code may set and copy what is there.
+    const auto tensor = [](uintptr_t number) {
+      void* const memory = reinterpret_cast<void*>(number << 40);
+      mmap(memory, size_t{1} << 40, PROT_READ | PROT_WRITE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+      return memory;
+    };
     params.q = tensor(1);
     params.o = tensor(4);
     params.scratch = static_cast<float*>(tensor(5));
@@ -91,6 +106,11 @@ int main(int count, char** arguments) {
     params.q_strides = params.k_strides = params.v_strides =
         params.o_strides = {seqlen * row, row, head};
 #endif
-    attention::ATTENTION_VERSION::launch(params, nullptr);
+    try {
+      attention::ATTENTION_VERSION::launch(params, nullptr);
+    } catch (const std::exception& refusal) {
+      std::fprintf(stderr, "%s\n", refusal.what());
+      return 1;
+    }
   }
 }

@@ -87,9 +87,10 @@ def explain(
     text: list[str] = []
     for launch, weight, cycles in launches:
         frames = table.get(launch.symbol, [])
-        # The cached machine code may name the same file in another checkout.
+        # The cached machine code may name the same file in another checkout. The copies of an
+        # Entry have no line.
         path = next((Path(lines[0][0]) for lines in frames if lines), Path())
-        path = program.path if path.name == program.path.name else path
+        path = program.path if path.name in (program.path.name, "adapter.cuh") else path
         text = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
         chains = own_lines(frames, path.name)
         counted = {stall: n for stall, n in cycles.items() if stall.reason != EXITED}

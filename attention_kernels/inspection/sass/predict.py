@@ -116,7 +116,7 @@ def predict(
         # The line table leaves the code as it is: test_explain.py compares the predictions.
         _, code = resources.compile_version(version, gpu.arch, *["-lineinfo"] * lines)
         cubin.write_bytes(code)
-        program = decode.read_cubin(cubin, version.path, gpu, heads_first=True)
+        program = decode.read_cubin(cubin, version.listing, gpu, heads_first=True)
         found = _predict_call(program, counted, min_bytes, cubin if lines else None)
     return dataclasses.replace(found, version=version.label, seqlen=seqlen)
 

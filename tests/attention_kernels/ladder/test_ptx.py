@@ -18,6 +18,9 @@ from tests.attention_kernels.test_negative import CONTROLS, NEGATIVE
 from tests.conftest import needs_compiler
 
 STRANGERS = header.CSRC.parents[1] / "tests" / "attention_kernels" / "strangers"
+# Files that this project can call as they are, and the others by an entry beside them.
+CALLED = [one.stem for one in STRANGERS.glob("*.cu") if '"common.cuh"' in one.read_text("utf-8")]
+VERSIONS = sorted(CALLED + [one.stem for one in STRANGERS.glob("*.entry.cu")])
 # A warp runs each case, which stores 1 where a result is right.
 KERNEL = """
 #include <cuda_fp16.h>
@@ -111,6 +114,14 @@ CASES = [
     ("popc.b32 %0, %1;", "r", B, "12"),
     ("popc.b64 %0, %1;", "r", '"l"(~0ull)', "64"),
     ("clz.b32 %0, %1;", "r", B, "7"),
+    ("bfind.u32 %0, %1;", "r", C, "2"),
+    ("bfind.u64 %0, %1;", "r", '"l"(0ull)', "~0u"),
+    ("sad.s32 %0, %1, %2, %1;", "r", f'{C}, "r"(-3)', "13"),
+    ("dp4a.s32.s32 %0, %1, %2, %3;", "r", '"r"(0x010203ff), "r"(0x02020202), "r"(1)', "11"),
+    ("slct.f32.s32 %0, %1, %2, -1;", "f", f"{F}, {G}", "-2.25f"),
+    ("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;", "r",
+     '"r"(lane * 2 | (lane * 2 + 1) << 16)',
+     "(lane % 4 * 2 * 8 + lane / 4) | (lane % 4 * 2 * 8 + 8 + lane / 4) << 16"),
     ("prmt.b32 %0, %1, %2, 0x5410;", "r", f"{B}, {C}", "0x00054567u"),
     ("lop3.b32 %0, %1, %2, %3, 0xe8;", "r", f"{C}, {B}, {A}",
      "(5u & 0x01234567u) | (5u & (0x89abcdefu + lane)) | (0x01234567u & (0x89abcdefu + lane))"),
@@ -309,7 +320,7 @@ def test_the_cases_the_headers_and_the_strangers_use_the_whole_table(tmp_path, m
     includes = (f'#include "{name}.cuh"\n' for name in ("ptx", "tma", "wgmma"))
     every = tmp_path / "csrc" / "fp32" / "every.cu"
     every.write_text("".join(includes))
-    files = [every, *STRANGERS.glob("*.cu")]
+    files = [every, *(STRANGERS / f"{name}.cu" for name in CALLED)]
     body = "\n".join(statement(*case, row) for row, case in enumerate(CASES))
     texts = [f'# 1 "/case.cu"\n{body}', *(preprocessed(file, csrc) for file in files)]
     for text in texts:
@@ -582,21 +593,24 @@ def bits(spec, dtype, head_dim):
     return outputs
 
 
-@pytest.mark.parametrize("file", sorted(STRANGERS.glob("*.cu")), ids=lambda file: file.stem)
 @pytest.mark.parametrize("races", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "file",  # torch's headers take the compiler a minute
+    [pytest.param(one, marks=[pytest.mark.slow] * ("extension" in one)) for one in VERSIONS],
+)
 def test_a_strangers_kernel_is_right(file, races):
-    version = header.of_file(file)
+    version = header.of_file(STRANGERS / f"{file}.cu").builds()[0]
     if races:
         version = header.race_checked(version)
-    op = load_op(version, "cpu", file.stem)
-    for seqlen, is_causal in ((65, True), (130, False)):
+    op = load_op(version, "cpu", file)
+    for seqlen, is_causal in ((65, True), (130, "causal" in version.only)):
         g = torch.Generator().manual_seed(seqlen)
         shape, dtype = (1, seqlen, 2, version.head_dims[0]), getattr(torch, version.dtype)
         q, k, v = (torch.randn(*shape, generator=g).to(dtype) for _ in range(3))
         o = op(q, k, v, shape[-1] ** -0.5, is_causal)
         inputs = (x.transpose(1, 2).double() for x in (q, k, v))
         expected = scaled_dot_product_attention(*inputs, is_causal=is_causal).transpose(1, 2)
-        assert (o - expected).abs().max() < (1e-3 if dtype == torch.float16 else 1e-6)
+        assert (o - expected).abs().max() < (2e-3 if dtype == torch.float16 else 1e-6)
 
 
 @pytest.mark.slow

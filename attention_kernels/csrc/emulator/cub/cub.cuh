@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "../cuda/functional"
 #include "../cuda_emulator.h"
 
 #pragma GCC visibility push(hidden)
@@ -24,18 +25,8 @@ struct Sum {
     return a + b;
   }
 };
-struct Max {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return a < b ? b : a;
-  }
-};
-struct Min {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return b < a ? b : a;
-  }
-};
+using Max = cuda::maximum<>;
+using Min = cuda::minimum<>;
 
 template <typename T, int kThreads = 32>
 class WarpReduce {

@@ -87,7 +87,7 @@ class Kernel:
     @property
     def place(self) -> re.Pattern[str]:
         """The pattern by which a message names a line of the source."""
-        return re.compile(rf"\b{re.escape(self.version.path.name)}:(\d+)")
+        return re.compile(rf"\b{re.escape(self.version.listing.name)}:(\d+)")
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -100,7 +100,7 @@ class Kernel:
         for counter in COUNTERS:
             _heat(found, counter, [line.counts[counter] for line in found])
         for one in self.stalls.lines if self.stalls else ():
-            if one.line:
+            if 0 < one.line <= len(found):
                 found[one.line - 1].stalls = one
         for failure in self.failures:
             for number in {int(at[1]) for at in self.place.finditer(failure.why)}:

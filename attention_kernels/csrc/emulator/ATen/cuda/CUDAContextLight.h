@@ -1,0 +1,1 @@
+#include "../../torch_device.h"  // PyTorch's own needs CUDA

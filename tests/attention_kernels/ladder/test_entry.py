@@ -1,0 +1,191 @@
+"""Somebody else's kernels, called as an Entry says: every way to call one, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention_kernels import ladder
+from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
+from attention_kernels.inspection import resources
+from attention_kernels.judge import suite
+from attention_kernels.ladder import entry, header
+from attention_kernels.ladder.header import HeaderError
+from attention_kernels.ladder.op import load_op
+from tests.attention_kernels.inspection.test_resources import needs_nvcc
+from tests.conftest import ROOT, needs_compiler
+
+THEIRS = ROOT / "tests" / "attention_kernels" / "theirs"
+BHND = "attn<D><<<dim3(N, B * H), 32>>>(q, k, v, o, N, scale) | Tensors: BHND"
+ENTRIES = {
+    "bhnd": f"{BHND} | Takes: float32, head_dim 32 64",
+    "early_flash": """flash_forward(q, k, v, o, zeros(B * H * N),
+        filled(B * H * N, -INFINITY), B, H, N, D, scale)
+        | Tensors: BHND | Only: !causal | Takes: float32, head_dim 32 64""",
+    "packed": """packed::forward(o, qkv, B, N, H, D, scale, causal, stream)
+        | Tensors: BN3HD | Takes: float32 bfloat16, head_dim 32 64""",
+    "varlen": """run_varlen<D>(q, k, v, o_float, floats(B * N * H), cu_seqlens, B, N, H, scale,
+        stream) | Takes: float16, head_dim 64""",
+    "extension": """forward(q, k, v, scale) | Tensors: BHND | Only: !causal && N < 300
+        | Takes: float16, head_dim 64""",
+}
+EVERY = [pytest.param(x, marks=pytest.mark.slow) if x == "extension" else x for x in ENTRIES]
+pytestmark = needs_compiler
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """adapted(name, text): the path of an adapter of a file in THEIRS, or of another one."""
+
+    def adapted(name, text=None):
+        file = name if isinstance(name, type(tmp_path)) else THEIRS / f"{name}.cu"
+        return str(entry.adapter(file, text or ENTRIES[file.stem], tmp_path))
+
+    return adapted
+
+
+def error_of(spec, dtype, head_dim, seqlen, is_causal):
+    """Return the largest error of one call with inputs of other strides than its own."""
+    qkv = torch.randn(2, seqlen, 3, 3, head_dim, generator=torch.Generator().manual_seed(seqlen))
+    q, k, v = qkv.to(getattr(torch, dtype)).unbind(2)
+    inputs = (x.transpose(1, 2).double() for x in (q, k, v))
+    expected = scaled_dot_product_attention(*inputs, is_causal=is_causal).transpose(1, 2)
+    return (spec.attention(q, k, v, is_causal=is_causal) - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_call_of_any_signature_is_right(name, adapted):
+    spec = ladder.resolve(adapted(name))
+    is_causal = "!causal" not in spec.version.only
+    for dtype in spec.dtypes:
+        limit = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+        for head_dim, seqlen in ((spec.head_dims[0], 65), (spec.head_dims[-1], 37)):
+            assert error_of(spec, dtype, head_dim, seqlen, is_causal) < limit
+    if name != "packed":
+        refusal = f"it takes only calls with `{spec.version.only}`"
+        with pytest.raises(UnsupportedError, match="it takes only calls") as caught:
+            error_of(spec, spec.dtypes[0], spec.head_dims[-1], 5, not is_causal)
+        assert caught.value.reasons == [refusal]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_judge_passes_it(name, adapted):
+    """It tries only what an entry takes, and says so."""
+    report = suite.verify(adapted(name), "cpu", quick=True, seed=1)
+    assert report.passed
+    refused = [one for one in report.refusals if "seqlen 1025" not in one]
+    assert (report.checks > 900, refused) == (True, [])
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "extension"])
+def test_nvcc_compiles_it(name, adapted):
+    version = header.of_file(ladder.resolve(adapted(name)).version.path)
+    for one in version.builds():
+        assert any(
+            "attention_entry" not in kernel for kernel in resources.compile_version(one, "90")[0]
+        )
+        launched = {launch.symbol for launch in resources.record(one, [64], case=(1, 64, 1, 0))}
+        assert launched <= resources.compile_version(one, "90")[0].keys()
+
+
+def test_the_judge_tries_lengths_that_an_entry_takes(adapted):
+    version = ladder.resolve(
+        adapted("bhnd", f"{BHND} | Only: causal && (N % 64 == 0 || N < 8)")
+    ).version
+    assert [n for n in (7, 8, 63, 64) if version.takes(B=1, N=n, H=1, D=64, causal=True)] == [7, 64]
+    assert not version.takes(B=1, N=64, H=1, D=64, causal=False)
+    # What is no such formula is not evaluated.
+    version = ladder.resolve(adapted("bhnd", f"{BHND} | Only: causal.__class__")).version
+    assert version.takes(B=1, N=1, H=1, D=64, causal=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("attn(q", "bhnd.cu: Entry must be calls such as `attn(q, k, v, o, N)`"),
+        ("attn<D><<<N>>>(q)", "bhnd.cu: Entry must be calls such as"),
+        (f"{BHND}D", "bhnd.cu: Tensors must be B, N, H, D in any order"),
+    ],
+)
+def test_a_wrong_entry_is_an_error_of_the_header(text, words, adapted):
+    with pytest.raises(HeaderError, match=re.escape(words)):
+        ladder.resolve(adapted("bhnd", text))
+
+
+def test_a_wrong_name_is_an_error_of_the_adapters_line(adapted, tmp_path):
+    spec = ladder.resolve(adapted("bhnd", "attm<D><<<N, 32>>>(q, k, v, o, N, scale)"))
+    with pytest.raises(UnavailableBackendError, match=r"/bhnd\.cu:2:\d+: error: 'attm'"):
+        error_of(spec, "float32", 64, 5, is_causal=True)
+    with pytest.raises(UnavailableBackendError, match=r"bhnd\.cu is no version file.* --entry"):
+        error_of(ladder.resolve(str(THEIRS / "bhnd.cu")), "float32", 64, 5, is_causal=True)
+
+
+def test_a_race_is_reported_although_host_code_exits(tmp_path, adapted):
+    file = tmp_path / "racy.cu"
+    text = (THEIRS / "early_flash.cu").read_text()
+    file.write_text(text.replace("    __syncthreads();\n", "", 1))
+    path = adapted(file, ENTRIES["early_flash"])
+    op = load_op(header.race_checked(header.of_file(Path(path))), "cpu", "racy")
+    q = torch.zeros(1, 70, 1, 64)
+    with pytest.raises(RuntimeError, match=r"race: .*, at racy\.cu:32, .* at racy\.cu:4\d, with no"):
+        op(q, q, q, 1.0, False)
+
+
+# Launches of all forms, host code that asks, and errors that it keeps.
+FORMS = r"""
+#include <cooperative_groups.h>
+#include <cstdio>
+#define LAUNCH(kernel, ...) kernel<<<dim3(1), \
+    32, 0>>>(__VA_ARGS__)
+template <int kA, bool kB>
+__global__ void add(float* o, float x) { if (kB) o[threadIdx.x] += x * kA; }
+__global__ void sync_all(float* o, float x) {
+  cooperative_groups::this_grid().sync();
+  extern __shared__ float4 shared[];
+  shared[threadIdx.x] = make_float4(x, x, x, x);
+  if (blockIdx.x == 0) atomicAdd(&o[threadIdx.x], shared[threadIdx.x].w);
+}
+void host(float* o, int mode, cudaStream_t stream) {
+  puts("kernel<<<1, 2>>>(text)");
+  cudaMemsetAsync(o, 0, 128, stream);
+  cudaDeviceProp p;
+  cudaGetDeviceProperties(&p, 0);
+  const auto kernel = &add<2, (3 > 2)>;
+  add<(1 > 2 ? 4 : 1), true><<<p.multiProcessorCount >> 3, dim3(32, 1), 0, stream>>>(o, 1);
+  mode > 5 ? LAUNCH(kernel, o, 1) : kernel<<<
+      1, 32>>>(o, 2);
+  float x = 3;
+  void* args[] = {&o, &x};
+  cudaLaunchCooperativeKernel((void*)sync_all, dim3(2), dim3(32), args, 512, stream);
+  cudaLaunchConfig_t config = {.gridDim = 1, .blockDim = 32};
+  config.blockDim.x = 32;
+  if (mode == 1) config.blockDim = dim3(33 * 32);
+  cudaError_t error = cudaLaunchKernelEx(&config, add<1, true>, o, 10.0f);
+  if (mode == 2) add<1, true><<<1, 2000>>>(o, 1);
+  if (mode == 3) add<1, true><<<1, 32>>>(nullptr, 1), cudaGetLastError();
+  if (error == cudaSuccess) cudaDeviceSynchronize();
+}
+"""
+
+
+def test_host_code_launches_and_asks(tmp_path, adapted):
+    file = tmp_path / "forms.cu"
+    file.write_text(FORMS)
+
+    def first(mode):
+        spec = ladder.resolve(adapted(file, f"host(o, {mode}, stream) | Only: N > 0"))
+        q = torch.zeros(1, 1, 1, 32)
+        return spec.attention(q, q, q, is_causal=True)
+
+    assert first(0).unique().tolist() == [1 + 4 + 3 + 10]
+    for mode, words in ((1, "InvalidConfiguration"), (2, "InvalidConfiguration")):
+        with pytest.raises(UnsupportedError, match=words):
+            first(mode)
+    with pytest.raises(KernelError, match=r"cudaErrorIllegalAddress.*forms\.cu"):
+        first(3)
