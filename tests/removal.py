@@ -10,19 +10,27 @@ import functools
 import itertools
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 from attention_kernels import ladder
 from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.suite import KERNEL_ERRORS, run_case
 from attention_kernels.ladder import header
-from attention_kernels.ladder.op import _with_line
 from gpt2_infer.engines import fused
 from gpt2_infer.product import CSRC
 from tests.conftest import version_file
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 VARIABLE = "ATTENTION_REMOVED_SITE"
 KEPT = (
@@ -30,22 +38,25 @@ KEPT = (
     "inline bool kept_site(int site) { "
     f'const char* removed = getenv("{VARIABLE}"); return !removed || atoi(removed) != site; }}'
 )
-# What orders something: functions of CUDA, ptx.cuh, tma.cuh and wgmma.cuh, the kernels' own that do
-# nothing else, and the conditions of loops that wait.
+# Functions of CUDA, ptx.cuh, tma.cuh and wgmma.cuh that order something, the kernels' own that
+# do nothing else, and the conditions of loops that wait. A shuffle or a vote is an operation.
 CALL = re.compile(
-    r"(?:ptx::|tiles\.|weights\.)?\b(?:__sync(?:threads|warp)\w*|__threadfence\w*"
-    r"|__pipeline_(?:commit|wait_prior)|barrier_init_fence|(?:global_)?proxy_fence"
-    r"|(?:named_)?barrier_(?:arrive|expect|sync|wait)\w*|cluster_(?:arrive|wait)"
-    r"|multiply_(?:fence|commit|wait)|store_tiles_(?:commit|wait)|wait_for_previous|allow_next"
-    r"|poll_again|arrive|wait_for_turn|pass_turn|end_turn|expect|await|await_proj)(?:<\w+>)?(?=\()"
+    r"\b(?:\w+(?:::|\.))?(?!__(?:shfl|ballot|any|all|match|reduce))"
+    r"\w*(?:(?<!a)sync|fence|wait|arrive|commit|expect|allow_next|_turn)\w*(?:<\w+>)?(?=\()"
     r"|!ptx::barrier_test(?=\()|parts\[i\] >> 32 == tag"
 )
 FUNCTION = re.compile(
     r"(?:__device__|__global__)[\w\s:<>*&,]*?(?:__launch_bounds__\([^{;]*?\)\s+)?\b(\w+)\("
 )
-ORDERS = ("", "reverse", "shuffle:1")
-LAYERS = fused.SOURCE.with_name("layers_at_once.cuh")
-STEP = {file.name: file.read_text("utf-8") for file in (fused.SOURCE, LAYERS)}
+SOURCE, LAYERS, PARSE = fused.SOURCE, "layers_at_once.cuh", header.parse_header
+STEP = {name: SOURCE.with_name(name).read_text("utf-8") for name in (SOURCE.name, LAYERS)}
+VERSIONS = {
+    file.name: {file.name: file.read_text("utf-8")}
+    for file in sorted((header.CSRC / "fp32").glob("v*.cu"))
+    if file.name >= "v28"
+}
+TABLE = tomllib.loads((Path(__file__).with_name("removals.toml")).read_text("utf-8"))
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -96,46 +107,59 @@ def droppable(sources: Mapping[str, str]) -> dict[str, str]:
     return changed
 
 
-def droppable_step() -> Path:
-    """Copy the fused step, whose file includes others."""
+def use_droppable_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine build the droppable copy of its step."""
     step, layers = droppable(STEP).values()
-    included = version_file(LAYERS.name, layers)
-    step = step.replace(LAYERS.name, f"../{included.parent.name}/{LAYERS.name}")
+    included = version_file(LAYERS, layers)
+    step = step.replace(LAYERS, f"../{included.parent.name}/{LAYERS}")
     step = step.replace("../../csrc", os.path.relpath(CSRC, included.parent))
-    return version_file(fused.SOURCE.name, step)
+    monkeypatch.setattr(fused, "SOURCE", version_file(SOURCE.name, step))
+    # A process cannot load the ops of a second copy.
+    monkeypatch.setattr(header, "parse_header", lambda path, _: PARSE(path, "droppable_"))
 
 
-def attention_runs(file: Path, build: str) -> list[Callable[[], None]]:
+def attention_runs(file: str, build: str) -> list[Run]:
     """Return calls of the droppable copy of a version; together they take all of its roads.
 
     build: "races" or "". Some tiles are not full, and blocks divide the keys where there are more
     multiprocessors than blocks.
     """
-    copy = version_file(file.name, *droppable({file.name: file.read_text("utf-8")}).values())
-    version = header.parse_header(copy, "droppable_")
+    (text,) = droppable(VERSIONS[file]).values()
+    version = PARSE(version_file(file, text), "droppable_")
     version = header.race_checked(version) if build else version
     spec = ladder.backend(f"TEST_{version.op.upper()}", "test", version)
     spec.prepare("cpu")
     seqlen = 330 if version.needs_exactly else 150  # more tiles than there are slots for
 
-    def run(is_causal: bool, multiprocessors: int) -> None:
-        os.environ["ATTENTION_EMULATOR_MULTIPROCESSORS"] = str(multiprocessors)
-        case = Case(seqlen, spec.head_dims[0], 4.0, num_heads=1, is_causal=is_causal)
-        verdict = run_case(spec, case, "cpu")
+    def run(is_causal: bool, multiprocessors: str) -> None:
+        with mock.patch.dict(os.environ, ATTENTION_EMULATOR_MULTIPROCESSORS=multiprocessors):
+            case = Case(seqlen, spec.head_dims[0], 4.0, num_heads=1, is_causal=is_causal)
+            verdict = run_case(spec, case, "cpu")
         assert verdict.passed, verdict
 
-    counts = (1, 8) if "kDividesKeys" in version.source else (1,)
+    counts = ("1", "8") if "kDividesKeys" in text else ("1",)
     return [functools.partial(run, *how) for how in itertools.product((True, False), counts)]
 
 
-def message(runs: Sequence[Callable[[], object]], orders: Sequence[str] = ORDERS) -> str:
-    """Return what is noticed first, in any of some orders; "" if nothing."""
+def notice(number: int, runs: Sequence[Run], orders: Sequence[str] = ("",)) -> str:
+    """Return what is noticed first without a site, in any of some orders; "" if nothing."""
     for order, run in itertools.product(orders, runs):
-        os.environ["ATTENTION_EMULATOR_ORDER"] = order
+        environment = {VARIABLE: str(number), "ATTENTION_EMULATOR_ORDER": order}
         try:
-            run()
+            with mock.patch.dict(os.environ, environment):
+                run()
         except AssertionError:
             return "wrong output"
         except KERNEL_ERRORS as error:
-            return _with_line(str(error.__cause__ or error))
+            return str(error.__cause__ or error)
     return ""
+
+
+def rows(key: str) -> list[tuple[str, str, str]]:
+    """Return a table of removals.toml: the file, the site, and what is said of it."""
+    names = {file.partition("_")[0]: file for file in (*VERSIONS, *STEP)}
+    return [
+        (names[version], name, said)
+        for versions, name, said in TABLE[key]
+        for version in versions.split()
+    ]

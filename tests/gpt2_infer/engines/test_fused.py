@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch.cuda import green_contexts
 
-from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
 from gpt2_infer import GPT2
 from gpt2_infer.engines import fused
@@ -197,9 +196,7 @@ FIRST_OF_LAYERS = 7
 @pytest.fixture
 def droppable(monkeypatch):
     """Run kernels of which a wait can be removed. All quick tests do: a shape is compiled once."""
-    monkeypatch.setattr(fused, "SOURCE", removal.droppable_step())
-    parse = header.parse_header
-    monkeypatch.setattr(header, "parse_header", lambda path, _: parse(path, "droppable_"))
+    removal.use_droppable_step(monkeypatch)
 
 
 @pytest.mark.parametrize(
