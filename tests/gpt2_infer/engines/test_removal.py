@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests import removal
-from tests.conftest import needs_compiler
+from tests.conftest import ROOT, needs_compiler
 from tests.gpt2_infer.engines import test_fused
 from tests.gpt2_infer.engines.common import random_model
 
 # The step's shapes: a chain of kernels for one row, for two and for eight; without early launches;
 # through a ring; one kernel.
 SHAPES = [
-    (test_fused.CONFIG, torch.float32, [127], {}),
+    (test_fused.CONFIG, torch.float32, [127], test_fused.EARLY),
     (test_fused.LONG, torch.float32, [3, 255], {}),
     (test_fused.TWO_SPLITS, torch.float16, [1, 3, 9, 20, 60, 100, 200, 127], {}),
     (test_fused.CONFIG, torch.float32, [127], {"portable": True}),
@@ -68,6 +68,10 @@ def test_the_table_has_every_wait_fence_and_barrier():
     found = Counter((site.file, site.name) for each in sources for site in removal.sites(each))
     entered = Counter((file, name) for key in removal.TABLE for file, name, _ in removal.rows(key))
     assert found == entered
+    only_races = len(removal.rows("noticed_by_the_race_check"))
+    text = (ROOT / "docs" / "emulator.md").read_text("utf-8")
+    assert f"have {len(entered)} waits, fences and barriers" in text
+    assert f"removal of each of {len(NOTICED)}, {only_races} of them" in text
 
 
 @needs_compiler
