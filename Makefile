@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all gpu-test cheats lint size docs report site wheel clean
+.PHONY: demo test test-all gpu-test cheats removals lint size docs report site wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/gpt2-infer --model demo --prompt "Once upon a time" --temperature 0.7 --top-p 0.9 --seed 7 --max-new-tokens 200
@@ -30,6 +30,10 @@ cheats: $(if $(VENV),$(VENV)/installed)
 		-p tests.cheat_suite --cheats-report=results/cheats.json \
 		tests/attention_kernels/judge/test_cheats.py::test_a_cheat_is_caught \
 		tests/attention_kernels/judge/hundred.py
+
+# Each wait, fence and barrier of the newest kernels, removed in turn.
+removals: $(VENV)/installed
+	$(PYTEST) tests/gpt2_infer/engines/every_removal.py
 
 # The constraints must have a solution on a plain index for every supported Python, not
 # for this one alone.

@@ -18,3 +18,22 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def race_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build the application's kernels so that the emulator reports races."""
+    from attention_kernels.ladder import header, op
+    from gpt2_infer import product
+    from gpt2_infer.engines import batch_step, ends, fused
+
+    def load_op(version, *rest):
+        return op.load_op(header.race_checked(version), *rest)
+
+    for module in (product, fused, batch_step):
+        monkeypatch.setattr(module, "load_op", load_op)
+    # Without what earlier tests have left in the caches
+    own_op = product.own_op.__wrapped__
+    monkeypatch.setattr(product, "own_op", own_op)
+    monkeypatch.setattr(ends, "own_op", own_op)
+    monkeypatch.setattr(batch_step, "_op", batch_step._op.__wrapped__)

@@ -67,6 +67,13 @@ def test_a_product_is_right_in_every_mode(products, tile):
         check(products, Plan(tile, blocks), 2 * size.block_m + 6, 2 * size.block_n, 256)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("race_checked")
+@pytest.mark.parametrize(("products", "tile"), EVERY_TILE)
+def test_nothing_races(products, tile):
+    test_a_product_is_right_in_every_mode(products, tile)
+
+
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_one_row_and_a_norm_of_less_than_a_warp(products):
     check(products, None, 1, 64, 64)

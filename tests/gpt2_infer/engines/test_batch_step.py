@@ -115,6 +115,14 @@ def test_prompts_are_as_exact_as_in_pytorch(dtype):
     assert not ours.kv[..., 16:, :].any()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("race_checked")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_races(dtype, monkeypatch):
+    test_a_step_is_as_exact_as_pytorch(dtype, 256, monkeypatch)
+    test_prompts_are_as_exact_as_in_pytorch(dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [8200, 8195])
 def test_a_token_is_chosen_as_pytorch_does(dtype, columns):

@@ -7,12 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_op
 from gpt2_infer.config import GPT2Config
-from gpt2_infer.engines import ends
 from gpt2_infer.engines.ends import Ends
-from gpt2_infer.product import CSRC
 from gpt2_infer.sampling import Sampling
 from tests.gpt2_infer.engines.common import random_model
 
@@ -75,11 +71,9 @@ def test_the_token_is_the_samplers():
         assert tokens.tolist() == [[55, 55, token, 55]]
 
 
+@pytest.mark.usefixtures("race_checked")
 @torch.inference_mode()
-def test_nothing_races(monkeypatch):
-    version = header.parse_header(CSRC / "v03_ends.cu", "recompute_")
-    op = load_op(header.race_checked(version), "cpu", "races")
-    monkeypatch.setattr(ends, "own_op", lambda *_: op)
+def test_nothing_races():
     model = random_model(CONFIG)
     ours, x = Ends(model), torch.randn(3, 160)
     ours.begin(torch.randint(0, 3001, (3, 2)), packs=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import subprocess
 import sys
 
@@ -13,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.cuda import green_contexts
 
-from attention_kernels.ladder import header
 from attention_kernels.ladder.compilers import BuildError
-from attention_kernels.ladder.op import load_op
 from gpt2_infer import GPT2
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import Step, StepShape
 from gpt2_infer.model import KVCache
-from gpt2_infer.product import CSRC
+from tests import removal
 from tests.gpt2_infer.engines.common import SIZES, SMALL, published, random_model
 
 # An odd vocabulary, of which some warps compute two groups of rows, and a context of two splits.
@@ -31,6 +28,10 @@ ONE_KERNEL = dataclasses.replace(CONFIG, n_embd=128, n_inner=512)
 # A cache of three splits: four blocks attend for a single row, two per row in a batch.
 LONG = dataclasses.replace(CONFIG, n_positions=300)
 TWO_SPLITS = dataclasses.replace(CONFIG, n_positions=256)
+# The shared memory in which ONE_KERNEL's last product goes through a ring, if it is portable.
+RING = {"shared_kb": 15}
+# In this CONFIG's layer does not fit, so attention lets the next kernel start before it waits.
+EARLY = {"shared_kb": 20}
 HEAD_BLOCKS = 8
 
 
@@ -111,14 +112,16 @@ def check_steps(
     tolerance: float,
     make=step_of,
     capacity: int | None = None,
+    exact: GPT2 | None = None,
     **how,
 ) -> torch.Tensor:
-    """Compare each step with model.decode(); return the last step's logits."""
-    expected, state = (state_after(model, lengths, capacity) for _ in range(2))
+    """Compare each step with model.decode(), or exact.decode(); return the last step's logits."""
+    exact = exact or model
+    expected, state = (state_after(one, lengths, capacity) for one in (exact, model))
     step = make(model, state, **how)
     rows = torch.arange(len(lengths), device=model.device)
     for _ in range(steps):
-        logits = model.decode(expected.newest, expected.cache).float()
+        logits = exact.decode(expected.newest, expected.cache).float()
         step()
         torch.testing.assert_close(step.logits, logits, rtol=0, atol=tolerance)
         chosen = step.logits.argmax(-1)
@@ -148,89 +151,55 @@ def check_portable(model: GPT2, lengths: list[int], steps: int, *, shared_kb: in
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("race_checked")
 @pytest.mark.parametrize(
-    ("config", "dtype", "lengths", "tolerance", "portable"),
+    ("config", "dtype", "lengths", "tolerance", "how"),
     [
-        (LONG, torch.float32, [3, 255], 2e-4, False),
-        (CONFIG, torch.float32, [3, 127], 2e-4, True),
+        (LONG, torch.float32, [3, 255], 2e-4, {}),
+        (CONFIG, torch.float32, [3, 127], 2e-4, EARLY),
+        (CONFIG, torch.float32, [3, 127], 2e-4, {"portable": True}),
         # Up to 4 rows, tensor cores multiply in a different way. One block attends to two splits.
-        (TWO_SPLITS, torch.float16, [1, 3, 9, 20, 60, 100, 200, 127], 0.05, False),
-        (ONE_KERNEL, torch.float32, [3, 127], 2e-4, False),
-        (ONE_KERNEL, torch.float16, [3, 127], 0.1, False),
+        (TWO_SPLITS, torch.float16, [1, 3, 9, 20, 60, 100, 200, 127], 0.05, {}),
+        (ONE_KERNEL, torch.float32, [3, 127], 2e-4, {"portable": True, **RING}),
+        (ONE_KERNEL, torch.float32, [3, 127], 2e-4, {}),
+        (ONE_KERNEL, torch.float16, [3, 127], 0.1, {}),
     ],
 )
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_the_others_and_nothing_races(
-    config, dtype, lengths, tolerance, portable, monkeypatch
+    config, dtype, lengths, tolerance, how
 ):
-    def load(version, *rest):
-        return load_op(header.race_checked(version), *rest)
-
-    monkeypatch.setattr(fused, "load_op", load)
     model = random_model(config, dtype)
-    alone = step_of(model, state_after(model, lengths).row(-1), portable=portable)
+    alone = step_of(model, state_after(model, lengths).row(-1), **how)
     for _ in range(2):
         alone()
-    logits = check_steps(model, lengths, 2, tolerance, portable=portable)
+    logits = check_steps(model, lengths, 2, tolerance, **how)
     assert torch.equal(logits[-1], alone.logits[0])
 
 
-LAYERS = fused.SOURCE.with_name("layers_at_once.cuh")
+# Of these, one build of each shape serves all tests; the others are in tests/test_removal.py.
 WAITS = [
-    (" product(const StepParams p", "ptx::wait_for_previous();"),
-    (" attend(const StepParams p", "ptx::wait_for_previous();"),
-    (" head(const StepParams p", "ptx::wait_for_previous();"),
-    (" choose(const StepParams p", "ptx::wait_for_previous();"),
-    ("struct BulkWeights", "while (!ptx::barrier_test(&arrived, 0)) {\n    }"),
-    (" attend(const StepParams p", "if (kIsCluster && is_first) ptx::cluster_wait();"),
-    (
-        "struct ThreadWeights",
-        "if (step == 0 || kIsRing) __pipeline_wait_prior(kIsRing ? kStages - 1 : 0);",
-    ),
+    "product: ptx::wait_for_previous()",
+    "attend: ptx::wait_for_previous()",
+    "head: ptx::wait_for_previous()",
+    "choose: ptx::wait_for_previous()",
+    "await: !ptx::barrier_test(&arrived, 0)",
+    "attend: ptx::cluster_wait()",
+    "await: __pipeline_wait_prior(kIsRing ? kStages - 1 : 0)",
     # In layers_at_once.cuh
-    ("struct Tiles", "ptx::barrier_wait(&shared.proj_arrived, layer % 2);"),
-    ("void await(int tile)", "ptx::barrier_wait("),
-    (" layers_at_once(const StepParams p", "ptx::barrier_wait("),
-    (" layers_at_once(const StepParams p", "ptx::cluster_wait();"),
-    ("float sum_parts(", "is_complete &= parts[i] >> 32 == tag;"),
+    "await_proj: ptx::barrier_wait(&shared.proj_arrived, layer % 2)",
+    "await: ptx::barrier_wait(&shared.arrived[tile % kRegions], tile / kRegions % 2)",
+    "layers_at_once: ptx::barrier_wait(&shared.exchanges[exchange], layer % 2)",
+    "layers_at_once: ptx::cluster_wait()",
+    "sum_parts: parts[i] >> 32 == tag",
 ]
 FIRST_OF_LAYERS = 7
-KEPT = """
-#include <cstdlib>
-inline bool kept(int wait) {
-  const char* const dropped = std::getenv("DROPPED_WAIT");
-  return dropped == nullptr || std::atoi(dropped) != wait;
-}
-"""
-
-
-@pytest.fixture(scope="session")  # a process cannot load the ops of a second copy
-def copied_kernels(tmp_path_factory):
-    """Copy the kernels; in the copy a variable leaves out a wait."""
-    root = tmp_path_factory.mktemp("droppable")
-    shutil.copytree(CSRC, root / "csrc")  # headers that the kernels include
-    folder = root / "engines" / "csrc"
-    folder.mkdir(parents=True)
-    for source, waits in (
-        (fused.SOURCE, range(FIRST_OF_LAYERS)),
-        (LAYERS, range(FIRST_OF_LAYERS, len(WAITS))),
-    ):
-        text = source.read_text()
-        for wait in waits:
-            place, instruction = WAITS[wait]
-            body = text[text.index(place) :].partition("\n}\n")[0]
-            assert instruction in body
-            text = text.replace(body, body.replace(instruction, f"if (kept({wait})) {instruction}"))
-        (folder / source.name).write_text(text.replace("#include", f"{KEPT}#include", 1))
-    return folder / fused.SOURCE.name
 
 
 @pytest.fixture
-def droppable(copied_kernels, monkeypatch):
-    """Run the copies of the kernels. All quick tests do: each shape is compiled once."""
-    monkeypatch.setattr(fused, "SOURCE", copied_kernels)
-    parse = header.parse_header
-    monkeypatch.setattr(header, "parse_header", lambda path, _: parse(path, "droppable_"))
+def droppable(monkeypatch):
+    """Run kernels of which a wait can be removed. All quick tests do: a shape is compiled once."""
+    removal.use_droppable_step(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +223,11 @@ def test_the_portable_step_gives_the_same_bits_in_float32(droppable):
 @pytest.mark.parametrize("wait", range(len(WAITS)))
 def test_a_missing_wait_is_caught(wait, droppable, monkeypatch):
     """A kernel without a wait reads data that has not been written yet."""
-    in_cluster = "kIsCluster" in WAITS[wait][1]
+    in_cluster = "attend: ptx::cluster" in WAITS[wait]
     config = LONG if in_cluster else CONFIG if wait < FIRST_OF_LAYERS else ONE_KERNEL
-    portable = WAITS[wait][0] == "struct ThreadWeights"
-    monkeypatch.setenv("DROPPED_WAIT", str(wait))
+    portable = "__pipeline" in WAITS[wait]
+    names = [site.name for site in removal.sites(removal.STEP)]
+    monkeypatch.setenv(removal.VARIABLE, str(names.index(WAITS[wait])))
     with pytest.raises((AssertionError, RuntimeError)) as caught:
         check_steps(random_model(config), [260 if in_cluster else 5], 2, 2e-4, portable=portable)
     assert not isinstance(caught.value, BuildError)

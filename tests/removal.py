@@ -1,0 +1,165 @@
+"""Remove each wait, fence and barrier of a kernel in turn: does the emulator notice?
+
+removals.toml says for each of them what the emulator reports, or why nothing needs it. In a copy of
+the source, a variable says which call is left out, so one build serves all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from attention_kernels import ladder
+from attention_kernels.judge.inputs import Case
+from attention_kernels.judge.suite import KERNEL_ERRORS, run_case
+from attention_kernels.ladder import header
+from gpt2_infer.engines import fused
+from gpt2_infer.product import CSRC
+from tests.conftest import version_file
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+VARIABLE = "ATTENTION_REMOVED_SITE"
+KEPT = (
+    'extern "C" char* getenv(const char*) noexcept; extern "C" int atoi(const char*) noexcept; '
+    "inline bool kept_site(int site) { "
+    f'const char* removed = getenv("{VARIABLE}"); return !removed || atoi(removed) != site; }}'
+)
+# Functions of CUDA, ptx.cuh, tma.cuh and wgmma.cuh that order something, the kernels' own that
+# do nothing else, and the conditions of loops that wait. A shuffle or a vote is an operation.
+CALL = re.compile(
+    r"\b(?:\w+(?:::|\.))?(?!__(?:shfl|ballot|any|all|match|reduce))"
+    r"\w*(?:(?<!a)sync|fence|wait|arrive|commit|expect|allow_next|_turn)\w*(?:<\w+>)?(?=\()"
+    r"|!ptx::barrier_test(?=\()|parts\[i\] >> 32 == tag"
+)
+FUNCTION = re.compile(
+    r"(?:__device__|__global__)[\w\s:<>*&,]*?(?:__launch_bounds__\([^{;]*?\)\s+)?\b(\w+)\("
+)
+SOURCE, LAYERS, PARSE = fused.SOURCE, "layers_at_once.cuh", header.parse_header
+STEP = {name: SOURCE.with_name(name).read_text("utf-8") for name in (SOURCE.name, LAYERS)}
+VERSIONS = {
+    file.name: {file.name: file.read_text("utf-8")}
+    for file in sorted((header.CSRC / "fp32").glob("v*.cu"))
+    if file.name >= "v28"
+}
+TABLE = tomllib.loads((Path(__file__).with_name("removals.toml")).read_text("utf-8"))
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call in a source, from `start` up to `end`."""
+
+    file: str
+    name: str
+    """The function that it is in, and its text; which one of several that are equal, from 2 on."""
+    start: int
+    end: int
+
+
+def sites(sources: Mapping[str, str]) -> Iterator[Site]:
+    """Find the calls in sources, by file name, in order."""
+    for file, source in sources.items():
+        text = re.sub("//.*", lambda comment: " " * len(comment[0]), source)
+        seen = Counter[str]()
+        for found in CALL.finditer(text):
+            end, depth = found.end(), 0
+            while text[end] == "(" or depth:
+                depth += {"(": 1, ")": -1}.get(text[end], 0)
+                end += 1
+            if text[end : end + 2] == " {":
+                continue  # a definition
+            function = [*FUNCTION.finditer(text, 0, found.start())][-1][1]
+            name = f"{function}: {' '.join(text[found.start() : end].split())}"
+            seen[name] += 1
+            name += f" ({seen[name]})" if seen[name] > 1 else ""
+            yield Site(file, name, found.start(), end)
+
+
+def droppable(sources: Mapping[str, str]) -> dict[str, str]:
+    """Return the sources of one build, in which VARIABLE is the number of the site left out."""
+    changed = dict(sources)
+    for number, site in reversed([*enumerate(sites(sources))]):
+        text = changed[site.file]
+        call, kept = text[site.start : site.end], f"kept_site({number})"
+        if call.startswith("!"):
+            call = f"{kept} && {call}"
+        elif call.endswith("tag"):
+            call = f"(!{kept} || {call})"
+        else:
+            call = f"({kept} ? (void)({call}) : (void)0)"
+        changed[site.file] = text[: site.start] + call + text[site.end :]
+    first = next(iter(sources))
+    changed[first] = changed[first].replace("\n\nnamespace", f"\n{KEPT}\nnamespace", 1)
+    return changed
+
+
+def use_droppable_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine build the droppable copy of its step."""
+    step, layers = droppable(STEP).values()
+    included = version_file(LAYERS, layers)
+    step = step.replace(LAYERS, f"../{included.parent.name}/{LAYERS}")
+    step = step.replace("../../csrc", os.path.relpath(CSRC, included.parent))
+    monkeypatch.setattr(fused, "SOURCE", version_file(SOURCE.name, step))
+    # A process cannot load the ops of a second copy.
+    monkeypatch.setattr(header, "parse_header", lambda path, _: PARSE(path, "droppable_"))
+
+
+def attention_runs(file: str, build: str) -> list[Run]:
+    """Return calls of the droppable copy of a version; together they take all of its roads.
+
+    build: "races" or "". Some tiles are not full, and blocks divide the keys where there are more
+    multiprocessors than blocks.
+    """
+    (text,) = droppable(VERSIONS[file]).values()
+    version = PARSE(version_file(file, text), "droppable_")
+    version = header.race_checked(version) if build else version
+    spec = ladder.backend(f"TEST_{version.op.upper()}", "test", version)
+    spec.prepare("cpu")
+    seqlen = 330 if version.needs_exactly else 150  # more tiles than there are slots for
+
+    def run(is_causal: bool, multiprocessors: str) -> None:
+        with mock.patch.dict(os.environ, ATTENTION_EMULATOR_MULTIPROCESSORS=multiprocessors):
+            case = Case(seqlen, spec.head_dims[0], 4.0, num_heads=1, is_causal=is_causal)
+            verdict = run_case(spec, case, "cpu")
+        assert verdict.passed, verdict
+
+    counts = ("1", "8") if "kDividesKeys" in text else ("1",)
+    return [functools.partial(run, *how) for how in itertools.product((True, False), counts)]
+
+
+def notice(number: int, runs: Sequence[Run], orders: Sequence[str] = ("",)) -> str:
+    """Return what is noticed first without a site, in any of some orders; "" if nothing."""
+    for order, run in itertools.product(orders, runs):
+        environment = {VARIABLE: str(number), "ATTENTION_EMULATOR_ORDER": order}
+        try:
+            with mock.patch.dict(os.environ, environment):
+                run()
+        except AssertionError:
+            return "wrong output"
+        except KERNEL_ERRORS as error:
+            return str(error.__cause__ or error)
+    return ""
+
+
+def rows(key: str) -> list[tuple[str, str, str]]:
+    """Return a table of removals.toml: the file, the site, and what is said of it."""
+    names = {file.partition("_")[0]: file for file in (*VERSIONS, *STEP)}
+    return [
+        (names[version], name, said)
+        for versions, name, said in TABLE[key]
+        for version in versions.split()
+    ]
