@@ -38,6 +38,8 @@ LAUNCH = re.compile(
     r"<<<((?:(?!<<<).)*?)>>>(?=\s*\()",
     re.S,
 )
+# Ours names the line and the thread.
+PRINTF = re.compile(r"(?<![\w:.>])printf(?=\s*\()")
 _VOID = r"(?:const\s+)?void\s*(?:const\s*)?\*\s*"
 # The cast hides the kernel's type.
 UNTYPED = re.compile(
@@ -162,15 +164,14 @@ def translate(text: str, own: Path) -> str:
 
     def settings(found: re.Match[str]) -> str:
         kernel, name, given, configuration = found.groups()
-        line = text[text.rfind("\n", 0, found.start(4)) + 1 : found.start(4)]
-        is_text = line.replace(r"\"", "").count('"') % 2 == 1
-        if is_text or not _marker(text, found.start(), own):
+        if not _is_code(text, found.start(4), own):
             return found[0]
         if name and _is_deduced(text, name, given or ""):
             kernel = f"[](auto... x) {{ {kernel}(x...); }}"
         return f"{kernel or ''} ->* ::attention::emulator::LaunchSettings({configuration})"
 
-    return LAUNCH.sub(settings, text)
+    text = LAUNCH.sub(settings, text)
+    return PRINTF.sub(lambda m: "::attention::" * _is_code(text, m.start(), own) + m[0], text)
 
 
 def _is_deduced(text: str, name: str, given: str) -> bool:
@@ -183,6 +184,12 @@ def _is_deduced(text: str, name: str, given: str) -> bool:
         len([one for one in found[1].split(",") if "=" not in one and "..." not in one]) > count
         for found in re.finditer(pattern, text)
     )
+
+
+def _is_code(text: str, at: int, own: Path) -> bool:
+    """Return whether a place is in a kernel's file, but in no string."""
+    line = text[text.rfind("\n", 0, at) + 1 : at]
+    return line.replace(r"\"", "").count('"') % 2 == 0 and bool(_marker(text, at, own))
 
 
 def _marker(text: str, at: int, own: Path) -> re.Match[str] | None:
