@@ -39,7 +39,7 @@ KERNEL = re.compile(
     r"(?<![\w:])((?:\w+::)*([A-Za-z_]\w*)(\s*<[^;{}()<>]*(?:<[^;{}()<>]*>[^;{}()<>]*)*>)?)\s*$"
 )
 # Ours names the line and the thread.
-PRINTF = re.compile(r"(?<![\w:.>])printf(?=\s*\()")
+PRINTF = re.compile(r"printf(?<![\w:.>]printf)(?=\s*\()")
 _VOID = r"(?:const\s+)?void\s*(?:const\s*)?\*\s*"
 # The cast hides the kernel's type.
 UNTYPED = re.compile(
@@ -131,7 +131,7 @@ def translate(text: str, own: Path) -> str:
     the CPU's assembly, which is kept. Raises BuildError for what is
     not in ptx.txt, with file and line.
     """
-    for found in re.finditer(r"\b__cluster_dims__\b", text):
+    for found in re.finditer(r"__cluster_dims__\b", text):
         if marker := _marker(text, found.start(), own):
             line = int(marker[1]) + text.count("\n", marker.end(), found.start())
             raise BuildError(
