@@ -221,8 +221,9 @@ def torch_folder() -> Path:
 def torch_libraries(version: VersionHeader) -> list[str]:
     """Return the flags with which a program of a version is linked to torch, if it uses that."""
     folder = torch_folder() / "lib"
-    names = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-    flags = [f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--allow-shlib-undefined", *names]
+    names = ["-ltorch", "-ltorch_cpu", "-lc10"]
+    # Python's own functions are missing, and nobody calls them.
+    flags = [f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--unresolved-symbols=ignore-all", *names]
     return flags if version.uses_torch else []
 
 
