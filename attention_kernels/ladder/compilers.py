@@ -155,7 +155,7 @@ def cuda_runtime(nvcc: str) -> Path:
 def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str]:
     """Return compiler, target, macros and include folders: the flags of every compilation.
 
-    For the emulator, g++ gets only some of the version's own flags: the macros, those that nvcc
+    For the emulator, g++ gets only some of the version's own flags: macros, folders, those that nvcc
     passes to the host compiler, and a macro if subnormal numbers are flushed. Raises BuildError if
     a compiler is missing, or for a path that nvcc would not take or would let a shell change.
     """
@@ -179,7 +179,7 @@ def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str
                 flags.append(f"-gencode=arch=compute_{digits}{only},code={code_name(each)}{only}")
         return [*flags, *version.flags]
     for flag in version.flags:
-        if flag.startswith("-D"):
+        if flag.startswith(("-D", "-I")):
             flags.append(flag)
         elif flag.startswith("-Xcompiler="):
             flags += flag.removeprefix("-Xcompiler=").split(",")

@@ -28,8 +28,9 @@
 // of these.
 #define ATOMIC(bits)                                                                              \
   FETCH(bits, add)                                                                                \
-  FETCH(bits, sub) FETCH(bits, and) FETCH(bits, or) FETCH(bits, xor) uint##bits##_t               \
-  __tsan_atomic##bits##_load(const uint##bits##_t* p, int order) {                                \
+  FETCH(bits, sub)                                                                                \
+  FETCH(bits, and) FETCH(bits, or) FETCH(bits, xor) uint##bits##_t __tsan_atomic##bits##_load(    \
+      const uint##bits##_t* p, int order) {                                                       \
     if (order == __ATOMIC_CONSUME) return __atomic_load_n(p, __ATOMIC_SEQ_CST);                   \
     ON_ATOMIC(p, bits / 8, kLoad, order);                                                         \
     return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                  \
