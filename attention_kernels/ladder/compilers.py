@@ -155,9 +155,10 @@ def cuda_runtime(nvcc: str) -> Path:
 def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str]:
     """Return compiler, target, macros and include folders: the flags of every compilation.
 
-    For the emulator, g++ gets only some of the version's own flags: macros, folders, those that nvcc
-    passes to the host compiler, and a macro if subnormal numbers are flushed. Raises BuildError if
-    a compiler is missing, or for a path that nvcc would not take or would let a shell change.
+    For the emulator, g++ gets only some of the version's own flags: macros, folders, those that
+    nvcc passes to the host compiler, and a macro if subnormal numbers are flushed. Raises
+    BuildError if a compiler is missing, or for a path that nvcc would not take or would let a shell
+    change.
     """
     csrc = csrc_of(version)
     flags = [*binding_flags(target, csrc), *macros(version)]
