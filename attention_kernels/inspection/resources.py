@@ -133,6 +133,11 @@ def record(
     found = []
     for line in lines:
         dim, _, smem, symbol, signature, *axes, parameters = line.split("\t")
+        if symbol == "?":
+            reason = (
+                "a kernel that it launches is static, or in an unnamed namespace: it has no name"
+            )
+            raise UnsupportedError(version.path.name, [reason])
         name = re.search(r"(\w+(<[^(]*>)?)\(", signature)
         kernel, given = name[1] if name else signature, bytes.fromhex(parameters)
         grid, block = ((int(x), int(y), int(z)) for x, y, z in (text.split(",") for text in axes))

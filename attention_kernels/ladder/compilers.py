@@ -155,9 +155,10 @@ def cuda_runtime(nvcc: str) -> Path:
 def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str]:
     """Return compiler, target, macros and include folders: the flags of every compilation.
 
-    For the emulator, g++ gets only some of the version's own flags: the macros, those that nvcc
-    passes to the host compiler, and a macro if subnormal numbers are flushed. Raises BuildError if
-    a compiler is missing, or for a path that nvcc would not take or would let a shell change.
+    For the emulator, g++ gets only some of the version's own flags: macros, folders, those that
+    nvcc passes to the host compiler, and a macro if subnormal numbers are flushed. Raises
+    BuildError if a compiler is missing, or for a path that nvcc would not take or would let a shell
+    change.
     """
     csrc = csrc_of(version)
     flags = [*binding_flags(target, csrc), *macros(version)]
@@ -179,7 +180,7 @@ def compile_flags(version: VersionHeader, target: Target, arch: str) -> list[str
                 flags.append(f"-gencode=arch=compute_{digits}{only},code={code_name(each)}{only}")
         return [*flags, *version.flags]
     for flag in version.flags:
-        if flag.startswith(("-D", "-std=")):
+        if flag.startswith(("-D", "-I", "-std=")):
             flags.append(flag)
         elif flag.startswith("-Xcompiler="):
             flags += flag.removeprefix("-Xcompiler=").split(",")
@@ -221,8 +222,9 @@ def torch_folder() -> Path:
 def torch_libraries(version: VersionHeader) -> list[str]:
     """Return the flags with which a program of a version is linked to torch, if it uses that."""
     folder = torch_folder() / "lib"
-    names = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-    flags = [f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--allow-shlib-undefined", *names]
+    names = ["-ltorch", "-ltorch_cpu", "-lc10"]
+    # Python's own functions are missing, and nobody calls them.
+    flags = [f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--unresolved-symbols=ignore-all", *names]
     return flags if version.uses_torch else []
 
 

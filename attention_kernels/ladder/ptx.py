@@ -27,17 +27,19 @@ FOREIGN = re.compile(
     rb"|\bstatic\s+__shared__\b|<<<|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
 )
 ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
-# nvcc also takes `static __shared__`, and kernels rely on arrays being aligned for vectors and fragments.
+# `static __shared__` is valid, too. Arrays are aligned, as kernels of other people rely on.
 STATIC = re.compile(r"\b(?:static\s+)?static thread_local\b(?=([^;(){}=]*\[)?)")
 _ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)\))\s*)?"
 DYNAMIC = re.compile(
     rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
 )
-LAUNCH = re.compile(
-    r"(?:\b((?:\w+::)*([A-Za-z_]\w*)(\s*<[^;{}()<>]*(?:<[^;{}()<>]*>[^;{}()<>]*)*>)?)\s*)?"
-    r"<<<((?:(?!<<<).)*?)>>>(?=\s*\()",
-    re.S,
+LAUNCH = re.compile(r"<<<((?:(?!<<<).)*?)>>>(?=\s*\()", re.S)
+# The name of the kernel before it, and the arguments of a template.
+KERNEL = re.compile(
+    r"(?<![\w:])((?:\w+::)*([A-Za-z_]\w*)(\s*<[^;{}()<>]*(?:<[^;{}()<>]*>[^;{}()<>]*)*>)?)\s*$"
 )
+# Ours names the line and the thread.
+PRINTF = re.compile(r"printf(?<![\w:.>]printf)(?=\s*\()")
 _VOID = r"(?:const\s+)?void\s*(?:const\s*)?\*\s*"
 # The cast hides the kernel's type.
 UNTYPED = re.compile(
@@ -129,7 +131,7 @@ def translate(text: str, own: Path) -> str:
     the CPU's assembly, which is kept. Raises BuildError for what is
     not in ptx.txt, with file and line.
     """
-    for found in re.finditer(r"\b__cluster_dims__\b", text):
+    for found in re.finditer(r"__cluster_dims__\b", text):
         if marker := _marker(text, found.start(), own):
             line = int(marker[1]) + text.count("\n", marker.end(), found.start())
             raise BuildError(
@@ -160,17 +162,20 @@ def translate(text: str, own: Path) -> str:
         pattern = re.compile(rf"^# .*|{STRING.pattern}|{NAMESAKE.pattern}", re.M)
         text = pattern.sub(lambda m: m[0] + "_" * (m[0] == "attention"), text)
 
-    def settings(found: re.Match[str]) -> str:
-        kernel, name, given, configuration = found.groups()
-        line = text[text.rfind("\n", 0, found.start(4)) + 1 : found.start(4)]
-        is_text = line.replace(r"\"", "").count('"') % 2 == 1
-        if is_text or not _marker(text, found.start(), own):
-            return found[0]
-        if name and _is_deduced(text, name, given or ""):
-            kernel = f"[](auto... x) {{ {kernel}(x...); }}"
-        return f"{kernel or ''} ->* ::attention::emulator::LaunchSettings({configuration})"
-
-    return LAUNCH.sub(settings, text)
+    parts, end = [], 0
+    for found in LAUNCH.finditer(text):
+        if not _is_code(text, found.start(), own):
+            continue
+        begin = found.start()
+        kernel = KERNEL.search(text, max(end, begin - 500), begin)
+        if kernel and _is_deduced(text, kernel[2], kernel[3] or ""):
+            parts += [text[end : kernel.start()], f"[](auto... x) {{ {kernel[1]}(x...); }}"]
+        else:
+            parts.append(text[end:begin])
+        parts.append(f" ->* ::attention::emulator::LaunchSettings({found[1]})")
+        end = found.end()
+    text = "".join([*parts, text[end:]])
+    return PRINTF.sub(lambda m: "::attention::" * _is_code(text, m.start(), own) + m[0], text)
 
 
 def _is_deduced(text: str, name: str, given: str) -> bool:
@@ -183,6 +188,12 @@ def _is_deduced(text: str, name: str, given: str) -> bool:
         len([one for one in found[1].split(",") if "=" not in one and "..." not in one]) > count
         for found in re.finditer(pattern, text)
     )
+
+
+def _is_code(text: str, at: int, own: Path) -> bool:
+    """Return whether a place is in a kernel's file, but in no string."""
+    line = text[text.rfind("\n", 0, at) + 1 : at]
+    return line.replace(r"\"", "").count('"') % 2 == 0 and bool(_marker(text, at, own))
 
 
 def _marker(text: str, at: int, own: Path) -> re.Match[str] | None:

@@ -58,7 +58,7 @@ ORDERED_BY = {
     70: "atomic operations of the device's scope, not the block's, would",
 }
 ONLY_RIGHT = {43}
-RACES = {*range(1, 48), *range(54, 73)} - ONLY_RIGHT
+RACES = {*range(1, 48), *range(54, 74)} - ONLY_RIGHT
 # Whether these show depends on which block is ahead, which the order decides.
 SCHEDULED = {28, 32}
 ENDLESS = {

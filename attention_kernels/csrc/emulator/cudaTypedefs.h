@@ -1,5 +1,1 @@
-// A kernel's `#include <cudaTypedefs.h>` finds this.
-
-#pragma once
-
 #include "cuda.h"

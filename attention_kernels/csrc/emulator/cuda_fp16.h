@@ -108,33 +108,31 @@ using nv_bfloat16 = __nv_bfloat16;
 using nv_bfloat162 = __nv_bfloat162;
 
 // Conversions, whose names differ by type.
-#define ATTENTION_EMULATOR_CONVERSIONS(type, type2, name, name2)          \
-  inline type __float2##name(float x) { return x; }                       \
-  inline type __float2##name##_rn(float x) { return x; }                  \
-  inline type __double2##name(double x) { return static_cast<float>(x); } \
-  inline float __##name##2float(type x) { return x; }                     \
-  inline type2 __float2##name2##_rn(float x) { return {x, x}; }           \
-  inline type2 __floats2##name2##_rn(float x, float y) { return {x, y}; } \
-  inline type2 __float22##name2##_rn(float2 v) { return {v.x, v.y}; }     \
-  inline float2 __##name2##2float2(type2 v) { return {v.x, v.y}; }        \
-  inline type2 __##name##2##name2(type x) { return {x, x}; }              \
-  inline type __low2##name(type2 v) { return v.x; }                       \
-  inline type __high2##name(type2 v) { return v.y; }                      \
-  inline type2 __low2##name2(type2 v) { return {v.x, v.x}; }              \
-  inline type2 __high2##name2(type2 v) { return {v.y, v.y}; }             \
-  inline type2 __lows2##name2(type2 v, type2 w) { return {v.x, w.x}; }    \
-  inline type2 __highs2##name2(type2 v, type2 w) { return {v.y, w.y}; }   \
-  inline int __##name##2int_rn(type x) { return __float2int_rn(x); }      \
-  inline int __##name##2int_rz(type x) { return __float2int_rz(x); }      \
-  inline type __uint2##name##_rn(unsigned x) { return x; }                \
-  inline short __##name##_as_short(type x) { return short(x.bits); }      \
-  inline type __short_as_##name(short x) {                                 \
-    return attention::emulator::bit_cast<type>(x);                        \
-  }                                                                       \
-  inline type __int2##name##_rn(int x) { return x; }                      \
-  inline unsigned short __##name##_as_ushort(type x) { return x.bits; }   \
-  inline type __ushort_as_##name(unsigned short x) {                      \
-    return attention::emulator::bit_cast<type>(x);                        \
+#define ATTENTION_EMULATOR_CONVERSIONS(type, type2, name, name2)                            \
+  inline type __float2##name(float x) { return x; }                                         \
+  inline type __float2##name##_rn(float x) { return x; }                                    \
+  inline type __double2##name(double x) { return static_cast<float>(x); }                   \
+  inline float __##name##2float(type x) { return x; }                                       \
+  inline type2 __float2##name2##_rn(float x) { return {x, x}; }                             \
+  inline type2 __floats2##name2##_rn(float x, float y) { return {x, y}; }                   \
+  inline type2 __float22##name2##_rn(float2 v) { return {v.x, v.y}; }                       \
+  inline float2 __##name2##2float2(type2 v) { return {v.x, v.y}; }                          \
+  inline type2 __##name##2##name2(type x) { return {x, x}; }                                \
+  inline type __low2##name(type2 v) { return v.x; }                                         \
+  inline type __high2##name(type2 v) { return v.y; }                                        \
+  inline type2 __low2##name2(type2 v) { return {v.x, v.x}; }                                \
+  inline type2 __high2##name2(type2 v) { return {v.y, v.y}; }                               \
+  inline type2 __lows2##name2(type2 v, type2 w) { return {v.x, w.x}; }                      \
+  inline type2 __highs2##name2(type2 v, type2 w) { return {v.y, w.y}; }                     \
+  inline int __##name##2int_rn(type x) { return __float2int_rn(x); }                        \
+  inline int __##name##2int_rz(type x) { return __float2int_rz(x); }                        \
+  inline type __uint2##name##_rn(unsigned x) { return x; }                                  \
+  inline short __##name##_as_short(type x) { return short(x.bits); }                        \
+  inline type __short_as_##name(short x) { return attention::emulator::bit_cast<type>(x); } \
+  inline type __int2##name##_rn(int x) { return x; }                                        \
+  inline unsigned short __##name##_as_ushort(type x) { return x.bits; }                     \
+  inline type __ushort_as_##name(unsigned short x) {                                        \
+    return attention::emulator::bit_cast<type>(x);                                          \
   }
 ATTENTION_EMULATOR_CONVERSIONS(__half, __half2, half, half2)
 ATTENTION_EMULATOR_CONVERSIONS(__nv_bfloat16, __nv_bfloat162, bfloat16, bfloat162)
@@ -183,17 +181,6 @@ attention::emulator::Float16x2<Format> __hfma2(attention::emulator::Float16x2<Fo
                                                attention::emulator::Float16x2<Format> c) {
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
-template <typename Format>
-auto __hfma_relu(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b,
-                 attention::emulator::Float16<Format> c) {
-  return __hmax(__hfma(a, b, c), attention::emulator::Float16<Format>(0));
-}
-template <typename Format>
-attention::emulator::Float16x2<Format> __hfma2_relu(attention::emulator::Float16x2<Format> a,
-                                                    attention::emulator::Float16x2<Format> b,
-                                                    attention::emulator::Float16x2<Format> c) {
-  return {__hfma_relu(a.x, b.x, c.x), __hfma_relu(a.y, b.y, c.y)};
-}
 // Functions of one number and of a pair; comparisons, which are false if one is a NaN.
 #define ATTENTION_EMULATOR_UNARY(name, expression)           \
   template <typename Format>                                 \
@@ -217,10 +204,7 @@ ATTENTION_EMULATOR_UNARIES(hrcp, h2rcp, 1 / x)
 ATTENTION_EMULATOR_UNARIES(hsqrt, h2sqrt, std::sqrt(x))
 ATTENTION_EMULATOR_UNARIES(hrsqrt, h2rsqrt, 1 / std::sqrt(x))
 ATTENTION_EMULATOR_UNARIES(htanh, h2tanh, std::tanh(x))
-ATTENTION_EMULATOR_UNARIES(hsin, h2sin, std::sin(x))
-ATTENTION_EMULATOR_UNARIES(hcos, h2cos, std::cos(x))
 ATTENTION_EMULATOR_UNARIES(hfloor, h2floor, std::floor(x))
-ATTENTION_EMULATOR_UNARIES(hceil, h2ceil, std::ceil(x))
 ATTENTION_EMULATOR_UNARIES(hrint, h2rint, std::nearbyint(x))
 #undef ATTENTION_EMULATOR_UNARIES
 #undef ATTENTION_EMULATOR_UNARY
@@ -230,11 +214,6 @@ ATTENTION_EMULATOR_UNARIES(hrint, h2rint, std::nearbyint(x))
   bool __h##name(attention::emulator::Float16<Format> v, attention::emulator::Float16<Format> w) { \
     const float a = v, b = w;                                                                      \
     return expression;                                                                             \
-  }                                                                                                \
-  template <typename Format>                                                                       \
-  bool __hb##name##2(attention::emulator::Float16x2<Format> v,                                     \
-                     attention::emulator::Float16x2<Format> w) {                                   \
-    return __h##name(v.x, w.x) && __h##name(v.y, w.y);                                             \
   }                                                                                                \
   template <typename Format>                                                                       \
   attention::emulator::Float16x2<Format> __h##name##2(attention::emulator::Float16x2<Format> v,    \
@@ -251,11 +230,6 @@ ATTENTION_EMULATOR_COMPARISON(ge, a >= b)
 template <typename Format>
 int __hisinf(attention::emulator::Float16<Format> v) {
   return std::isinf(float(v)) ? (v < 0 ? -1 : 1) : 0;
-}
-template <typename Format>
-attention::emulator::Float16x2<Format> __lowhigh2highlow(
-    attention::emulator::Float16x2<Format> v) {
-  return {v.y, v.x};
 }
 template <typename Format>
 bool __hisnan(attention::emulator::Float16<Format> v) {

@@ -306,7 +306,9 @@ void Races::release_flag(uintptr_t word, Scope scope, bool is_release, bool repl
   const OfThread& mine = of_thread[self];
   GlobalMemory& memory = GlobalMemory::instance();
   const bool is_rare = memory.flags.size() < kExplained;
-  if (!is_release && !mine.has_fenced[0] && at_fences[0].is_empty() && !is_rare && memory.flags.count(word) == 0) return;
+  if (!is_release && !mine.has_fenced[0] && at_fences[0].is_empty() && !is_rare &&
+      memory.flags.count(word) == 0)
+    return;
   const Knowledge all = is_release || is_rare ? knowledge() : Knowledge{};
   Flag& flag = memory.flag(word, block.launch->in_stream->number);
   for (unsigned i = 0; i < kScopes; ++i) {

@@ -124,9 +124,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     is_early |= id == cudaLaunchAttributeProgrammaticStreamSerialization &&
                 value.programmaticStreamSerializationAllowed != 0;
   }
-  cudaError_t error = attention::launch_any(
-      is_early, is_at_once, kernel, config->grid_, cluster, config->block_,
-      config->dynamicSmemBytes, static_cast<Parameters>(arguments)...);
+  cudaError_t error =
+      attention::launch_any(is_early, is_at_once, kernel, config->grid_, cluster, config->block_,
+                            config->dynamicSmemBytes, static_cast<Parameters>(arguments)...);
   if (error == cudaSuccess && !is_early) error = attention::emulator::run_queued();
   return attention::emulator::keep_error(error);
 }

@@ -18,17 +18,8 @@ inline unsigned __float2uint_rn(float x) { return static_cast<unsigned>(std::nea
 inline unsigned __float2uint_rz(float x) { return static_cast<unsigned>(x); }
 inline float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
 inline float __double2float_rn(double x) { return static_cast<float>(x); }
-inline long long __double_as_longlong(double x) {
-  return attention::emulator::bit_cast<long long>(x);
-}
-inline double __longlong_as_double(long long x) { return attention::emulator::bit_cast<double>(x); }
-inline int __mul24(int a, int b) { return (a << 8 >> 8) * (b << 8 >> 8); }
-inline unsigned __umul24(unsigned a, unsigned b) { return (a & 0xffffff) * (b & 0xffffff); }
 inline int __mulhi(int a, int b) { return static_cast<int>(int64_t{a} * b >> 32); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t{a} * b >> 32; }
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-  return static_cast<unsigned __int128>(a) * b >> 64;
-}
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline int __clzll(long long x) { return x == 0 ? 64 : __builtin_clzll(x); }

@@ -133,7 +133,8 @@ class fragment {
                     (m == 8 && n == 32 && k == 16),
                 "shapes are 16 x 16 x 16, 32 x 8 x 16, 8 x 32 x 16 and, for tf32, 16 x 16 x 8");
   static_assert(kIsA || kIsB || std::is_same_v<Use, accumulator>);
-  static_assert(std::is_same_v<T, half> || ((std::is_same_v<T, __nv_bfloat16> || (kIsTf32 && k == 8)) && (kIsA || kIsB)) ||
+  static_assert(std::is_same_v<T, half> ||
+                    ((std::is_same_v<T, __nv_bfloat16> || (kIsTf32 && k == 8)) && (kIsA || kIsB)) ||
                     (!kIsA && !kIsB && std::is_same_v<T, float>),
                 "the emulator has half, bfloat16, tf32, and float accumulators");
   static_assert(kIsA || kIsB ? kIsRowMajor || std::is_same_v<Layout, col_major>
@@ -152,7 +153,7 @@ class fragment {
   // These are not in CUDA.
   static constexpr unsigned kRows = kIsB ? k : m;
   static constexpr unsigned kColumns = kIsA ? k : n;
-  static constexpr unsigned kOwn = kRows * kColumns / 32;  // elements, without duplicates
+  static constexpr unsigned kOwn = kRows * kColumns / 32;      // elements, without duplicates
   static constexpr uint32_t kUsed = kIsTf32 ? ~0x1fffu : ~0u;  // bits of an element as a float
   static constexpr layout_t kLayout = kIsRowMajor ? mem_row_major : mem_col_major;
   static attention::emulator::Position position(unsigned lane, unsigned i) {
@@ -258,8 +259,7 @@ void multiply(const MatrixCalls& calls, const Site& site) {
 namespace nvcuda::wmma {
 
 template <typename Use, int m, int n, int k, typename T, typename Layout>
-void fill_fragment(fragment<Use, m, n, k, T, Layout>& f,
-                   std::common_type_t<Stored<T>> value) {
+void fill_fragment(fragment<Use, m, n, k, T, Layout>& f, std::common_type_t<Stored<T>> value) {
   for (auto& element : f.x) element = value;
 }
 

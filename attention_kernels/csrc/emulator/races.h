@@ -184,12 +184,12 @@ class Races {
   // What a thread of the block knew at a fence before its last barrier: since then each passes it on.
   Knowledge at_fences[kScopes];
   std::vector<unsigned> has_fenced_since;  // threads, since that barrier
-  bool has_news = false;           // whether a thread knows more than `floor`
-  bool lets_others_run = false;    // at the next access
-  bool has_allowed = false;        // whether a thread has called allow_next()
-  uint64_t random = 0;             // decides where a thread is delayed
-  uint32_t begun = 0;              // when the block began
-  uint32_t fences[kMaxThreads]{};  // each thread's time of its last fence()
+  bool has_news = false;                   // whether a thread knows more than `floor`
+  bool lets_others_run = false;            // at the next access
+  bool has_allowed = false;                // whether a thread has called allow_next()
+  uint64_t random = 0;                     // decides where a thread is delayed
+  uint32_t begun = 0;                      // when the block began
+  uint32_t fences[kMaxThreads]{};          // each thread's time of its last fence()
 };
 
 }  // namespace attention::emulator

@@ -27,9 +27,7 @@
 // All of a kernel's atomic functions begin with a load in order "consume", which belongs to the last
 // of these.
 #define ATOMIC(bits)                                                                              \
-  FETCH(bits, add)                                                                                \
-  FETCH(bits, sub) FETCH(bits, and) FETCH(bits, or) FETCH(bits, xor) uint##bits##_t               \
-  __tsan_atomic##bits##_load(const uint##bits##_t* p, int order) {                                \
+  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int order) {                 \
     if (order == __ATOMIC_CONSUME) return __atomic_load_n(p, __ATOMIC_SEQ_CST);                   \
     ON_ATOMIC(p, bits / 8, kLoad, order);                                                         \
     return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                  \
@@ -50,7 +48,12 @@
         __atomic_compare_exchange_n(p, expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);   \
     END_ATOMIC(done && changes);                                                                  \
     return done;                                                                                  \
-  }
+  }                                                                                               \
+  FETCH(bits, add)                                                                                \
+  FETCH(bits, sub)                                                                                \
+  FETCH(bits, and)                                                                                \
+  FETCH(bits, or)                                                                                 \
+  FETCH(bits, xor)
 
 extern "C" {
 PLAIN(1)

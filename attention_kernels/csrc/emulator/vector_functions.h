@@ -1,5 +1,1 @@
-// A kernel's `#include <vector_functions.h>` finds this.
-
-#pragma once
-
-#include "cuda_emulator.h"
+#include "cuda_runtime.h"

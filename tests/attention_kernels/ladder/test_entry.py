@@ -85,13 +85,13 @@ def test_the_judge_passes_it(name, adapted):
 @needs_nvcc
 @pytest.mark.parametrize("name", [name for name in ENTRIES if name != "extension"])
 def test_nvcc_compiles_it(name, adapted):
-    version = header.of_file(ladder.resolve(adapted(name)).version.path)
+    version = ladder.resolve(adapted(name)).version
+    case = (1, 64, 1, int("!causal" not in version.only))
     for one in version.builds():
-        assert any(
-            "attention_entry" not in kernel for kernel in resources.compile_version(one, "90")[0]
-        )
-        launched = {launch.symbol for launch in resources.record(one, [64], case=(1, 64, 1, 0))}
-        assert launched <= resources.compile_version(one, "90")[0].keys()
+        compiled, _ = resources.compile_version(one, "90")
+        launched = {launch.symbol for launch in resources.record(one, [64], case=case)}
+        assert any("attention_entry" not in kernel for kernel in launched)
+        assert launched <= compiled.keys()
 
 
 def test_the_judge_tries_lengths_that_an_entry_takes(adapted):
@@ -133,7 +133,7 @@ def test_a_race_is_reported_although_host_code_exits(tmp_path, adapted):
     path = adapted(file, ENTRIES["early_flash"])
     op = load_op(header.race_checked(header.of_file(Path(path))), "cpu", "racy")
     q = torch.zeros(1, 70, 1, 64)
-    with pytest.raises(RuntimeError, match=r"race: .*, at racy\.cu:32, .* at racy\.cu:4\d, with no"):
+    with pytest.raises(RuntimeError, match="race: lane 1 of warp 0 writes byte"):
         op(q, q, q, 1.0, False)
 
 

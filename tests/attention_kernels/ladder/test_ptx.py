@@ -522,6 +522,116 @@ MAP = """
   return launch_kernel(run, 1, 32, 0, s, map, """
 
 
+CALLS = [
+    'max(umax(1, 2), umin(3, 4)) == 3 && abs(-2.5f) == 2.5f && !signbit(1.0f) && isinf(-INFINITY)',
+    "CUDART_L2E_F > 1.44f && CUDART_MAX_NORMAL_F == FLT_MAX",
+    "__float2int_rd(-2.1f) == -3 && __float2int_ru(2.1f) == 3 && __float2uint_rn(3.5f) == 4",
+    "__float2uint_rz(3.9f) == 3 && __uint2float_rn(7) == 7 && __double2float_rn(1.5) == 1.5f",
+    "__mulhi(1 << 30, -8) == -2",
+    "__umulhi(1u << 31, 4) == 2 && __dp4a(0x1ff, 0x202, 5) == 5",
+    "__popcll(~0ull) == 64 && __ffsll(8) == 4 && __clzll(1) == 63",
+    "__isShared(shared) && __isGlobal(memory)",
+    "__ldca(memory) == __ldcv(memory) && __ldlu(memory) == *memory",
+    "__match_all_sync(~0u, 7, &all) == ~0u && all && __match_all_sync(~0u, lane, &all) == 0",
+    "float(__hdiv(h, h)) == 1 && __low2float(__h2div(p, p)) == 1 && __hisinf(h) == 0",
+    "__low2float(__hadd2_rn(p, p)) == 3 && float(__hmul_rn(h, h)) == 2.25f",
+    "float(hfloor(h)) == 1 && float(hrint(h)) == 2",
+    "__low2float(__heq2(p, p)) == 1 && __high2float(__hlt2(p, p)) == 0",
+    "__half_as_short(h) == 0x3e00",
+    "__half2int_rz(h) == 1 && __uint2half_rn(3) == 3 && __short_as_half(0x3e00) == 1.5f",
+    "__half(__half_raw(h)) == h && (p += p, __high2float(p) == 4)",
+    "warp.match_any(lane % 2) == (lane % 2 ? 0xaaaaaaaa : 0x55555555)",
+    "cub::Max()(1, 2) == cuda::maximum<>{}(1, 2)",
+    "cuda::std::numeric_limits<float>::max() == FLT_MAX",
+    "block_sum(1.0f) == 32",
+]  # fmt: skip
+BLOCK_SUM = """
+template <typename T> __device__ __noinline__ T block_sum(T x) {
+  static __shared__ T part[4];
+  part[0] = 0;
+  __syncthreads();
+  atomicAdd(part, x);
+  __syncthreads();
+  return reinterpret_cast<float4*>(part)->x;
+}
+"""
+
+
+def test_functions_that_other_peoples_kernels_call(tmp_path):
+    names = ("math_constants.h", "float.h", "cooperative_groups.h", "cub/cub.cuh")
+    names += ("cuda/std/limits", "cublas_v2.h", "cuda_runtime_api.h", "cudaTypedefs.h")
+    body = """
+  int all;
+  const __half h = 1.5f;
+  __half2 p(h, __float2half(2));
+  cooperative_groups::thread_block_tile<32> warp =
+      cooperative_groups::tiled_partition<32>(cooperative_groups::this_thread_block());
+"""
+    body += "\n".join(f"  o[{i} * 32 + lane] = {one};" for i, one in enumerate(CALLS))
+    file = tmp_path / "calls.cu"
+    file.write_text("".join(f"#include <{name}>\n" for name in names) + BLOCK_SUM + KERNEL % body)
+    q = torch.ones(1, len(CALLS), 1, 32)
+    o = ladder.resolve(str(file)).attention(q, q, q)[0, :, 0]
+    assert [one for one, right in zip(CALLS, o, strict=True) if not (right == 1).all()] == []
+
+
+TENSOR_FLOATS = """
+  namespace wmma = nvcuda::wmma;
+  __shared__ float a[128], c[256];
+  for (int i = lane; i < 128; i += 32) a[i] = i % 7 * (1 + 0x1p-20f);
+  __syncwarp();
+  wmma::fragment<wmma::matrix_a, 16, 16, 8, wmma::precision::tf32, wmma::row_major> fa;
+  wmma::fragment<wmma::matrix_b, 16, 16, 8, wmma::precision::tf32, wmma::col_major> fb;
+  wmma::fragment<wmma::accumulator, 16, 16, 8, float> fc;
+  wmma::fill_fragment(fc, 0.0f);
+  wmma::load_matrix_sync(fa, a, 8);
+  wmma::load_matrix_sync(fb, a, 8);
+  for (int i = 0; i < fb.num_elements; ++i) fb.x[i] = wmma::__float_to_tf32(fb.x[i]);
+  wmma::mma_sync(fc, fa, fb, fc);
+  wmma::store_matrix_sync(c, fc, 16, wmma::mem_row_major);
+  __syncwarp();
+  o[lane] = c[lane];
+  asm volatile("");
+"""
+
+
+def test_fragments_of_tf32_are_rounded(tmp_path):
+    file = tmp_path / "asm.cu"
+    file.write_text("#include <mma.h>\n" + KERNEL % TENSOR_FLOATS)
+    x = torch.zeros(1, 1, 1, 32)
+    a = (torch.arange(128) % 7).reshape(16, 8).float()
+    assert (
+        ladder.resolve(str(file)).attention(x, x, x).flatten().tolist()
+        == (a @ a.T)[:2].flatten().tolist()
+    )
+
+
+LAUNCHES = """
+template <typename T> __global__ void one(T* o, int x) { *o = x; }
+template <int kX, typename T> __global__ void __launch_bounds__(32) two(T* o) { one(o, kX); }
+cudaError_t launch(const Params& p, cudaStream_t s) {
+  float* o = static_cast<float*>(p.o);
+  one<<<1, 1>>>(o, 1);
+  one<float><<<dim3(1), 1, 0, s>>>(o + 1, 2);
+  two<3><<<1, 1>>>(o + 2);
+  auto* const local = &two<4, float>;
+  local<<<1, 1>>>(o + 3);
+  return cudaGetLastError();
+}
+"""
+
+
+def test_a_launch_may_leave_arguments_of_a_template_to_be_deduced(tmp_path):
+    file = tmp_path / "asm.cu"
+    text = KERNEL % ""
+    file.write_text(text[: text.index("cudaError_t launch")] + LAUNCHES + "}")
+    x = torch.zeros(1, 1, 1, 32)
+    assert ladder.resolve(str(file)).attention(x, x, x).flatten()[:4].tolist() == [1, 2, 3, 4]
+    file.write_text(file.read_text().replace("void __launch", "void __cluster_dims__(2) __launch"))
+    with pytest.raises(UnavailableBackendError, match=r"does not take __cluster_dims__"):
+        ladder.resolve(str(file)).attention(x, x, x)
+
+
 def test_tiles_and_bulk_copies_by_the_functions_of_cuda_barrier(tmp_path):
     file = tmp_path / "asm.cu"
     text = "#include <cuda.h>\n#include <cuda/barrier>\n" + KERNEL % COPIED

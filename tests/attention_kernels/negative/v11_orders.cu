@@ -246,6 +246,23 @@ __global__ void last_block(Params p) {
   p.y[512 + t] = sum;
 }
 
+// Each thread calls a fence before the barrier, and one sends for all. 1: before it stores.
+template <int kFault>
+__global__ void fences_before_a_barrier(Params p) {
+  __shared__ bool is_last;
+  const int t = threadIdx.x;
+  if (kFault == 1) __threadfence();
+  p.y[blockIdx.x * kThreads + t] = p.x[t];
+  if (kFault == 0) __threadfence();
+  __syncthreads();
+  if (t == 0) is_last = atomicAdd(&p.words[0], 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  float sum = 0.0f;
+  for (int i = 0; i < gridDim.x; ++i) sum += p.y[i * kThreads + t];
+  p.y[512 + t] = sum;
+}
+
 // Block 0 sends to block 1. 0: right. 1: no fence before the flag. 2: none after it. 3: the fence
 // comes after the flag. 4: a flag that is not volatile.
 template <int kFault>
@@ -845,6 +862,7 @@ cudaError_t launch(const StructParams& p, cudaStream_t stream) {
   FAULT(67, asm_bulk_copy, 3, 1, 1)
   FAULT(68, asm_cluster, 1, 2, 2)
   FAULT(72, asm_cluster, 2, 2, 2)
+  FAULT(73, fences_before_a_barrier, 1, kBlocks, 1)
   if (p.pattern == 47)
     return launch_at_once(p.is_racy ? many_flags<true> : many_flags<false>, 8, 1, kThreads, 0,
                           stream, p);

@@ -28,19 +28,19 @@
     return __VA_ARGS__();                 \
   }()
 
-#define FOR_HEAD_SIZE(VALUE, NAME, ...)                             \
-  [&]() -> cudaError_t {                                            \
-    switch (VALUE) {                                                \
-      case 32: {                                                    \
-        constexpr int NAME = 32;                                    \
-        return __VA_ARGS__();                                       \
-      }                                                             \
-      case 64: {                                                    \
-        constexpr int NAME = 64;                                    \
-        return __VA_ARGS__();                                       \
-      }                                                             \
-    }                                                               \
-    return cudaErrorInvalidValue;                                   \
+#define FOR_HEAD_SIZE(VALUE, NAME, ...) \
+  [&]() -> cudaError_t {                \
+    switch (VALUE) {                    \
+      case 32: {                        \
+        constexpr int NAME = 32;        \
+        return __VA_ARGS__();           \
+      }                                 \
+      case 64: {                        \
+        constexpr int NAME = 64;        \
+        return __VA_ARGS__();           \
+      }                                 \
+    }                                   \
+    return cudaErrorInvalidValue;       \
   }()
 
 template <int HS, int Tq, int Tk>

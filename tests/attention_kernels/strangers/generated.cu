@@ -81,11 +81,12 @@ __device__ __forceinline__ void copy_tile(uint32_t smem, const half* ptr, int64_
   uint64_t from;
   INST("bfe.u32 %0, %1, 2, 5;" : "=r"(row) : "r"(tid));
   INST("and.b32 %0, %1, 3;" : "=r"(chunk) : "r"(tid));
-  INST("{\n\t.reg .pred p;\n\tsetp.lt.s32 p, %1, %2;\n\tselp.b32 %0, 0x10, 0x0, p;\n\t}"
-       : "=r"(bytes)
-       : "r"(row), "r"(rows));
+  INST("{\n\t.reg .pred p;\n\tsetp.lt.s32 p, %1, %2;\n\tselp.b32 %0, 0x10, 0x0, p;\n\t}" : "=r"(
+           bytes) : "r"(row),
+       "r"(rows));
   const uint32_t last = static_cast<int>(row) < rows ? row : 0;
-  INST("mad.wide.u32 %0, %1, %2, %3;" : "=l"(from) : "r"(last), "r"((uint32_t)(2 * stride)), "l"(ptr));
+  INST("mad.wide.u32 %0, %1, %2, %3;" : "=l"(from) : "r"(last), "r"((uint32_t)(2 * stride)),
+       "l"(ptr));
   INST("mad.wide.u32 %0, %1, 16, %0;" : "+l"(from) : "r"(chunk));
   COPY_16(smem + swizzled(row, chunk), from, bytes);
 }
@@ -101,9 +102,8 @@ __global__ void __launch_bounds__(128, 1)
   INST("mov.u32 %0, %%ctaid.y;" : "=r"(pid1));
   INST("and.b32 %0, %1, 31;" : "=r"(lane) : "r"(tid));
   INST("bfe.u32 %0, %1, 5, 2;" : "=r"(warp) : "r"(tid));
-  INST("{\n\t.reg .u64 t;\n\tcvta.to.shared.u64 t, %1;\n\tcvt.u32.u64 %0, t;\n\t}"
-       : "=r"(smem)
-       : "l"(global_smem));
+  INST("{\n\t.reg .u64 t;\n\tcvta.to.shared.u64 t, %1;\n\tcvt.u32.u64 %0, t;\n\t}" : "=r"(
+      smem) : "l"(global_smem));
   uint32_t head, batch;
   INST("rem.s32 %0, %1, %2;" : "=r"(head) : "r"(pid1), "r"(arg5));
   INST("div.s32 %0, %1, %2;" : "=r"(batch) : "r"(pid1), "r"(arg5));
@@ -120,19 +120,18 @@ __global__ void __launch_bounds__(128, 1)
     INST("bfe.u32 %0, %1, 2, 5;" : "=r"(row) : "r"(tid));
     INST("and.b32 %0, %1, 3;" : "=r"(chunk) : "r"(tid));
     row += 32 * i;
-    INST("{\n\t.reg .pred p;\n\tsetp.lt.s32 p, %1, %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
-         : "=r"(pred)
-         : "r"(m0 + row), "r"(arg4));
+    INST("{\n\t.reg .pred p;\n\tsetp.lt.s32 p, %1, %2;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(
+             pred) : "r"(m0 + row),
+         "r"(arg4));
     LOAD_V4(q[i], arg0 + static_cast<int64_t>(m0 + row) * sq.seqlen + chunk * 8, pred);
     INST("st.shared.v4.b32 [ %0 + 0 ], { %1, %2, %3, %4 };" ::"r"(smem + swizzled(row, chunk)),
-         "r"(q[i][0]), "r"(q[i][1]), "r"(q[i][2]), "r"(q[i][3])
-         : "memory");
+         "r"(q[i][0]), "r"(q[i][1]), "r"(q[i][2]), "r"(q[i][3]) : "memory");
   }
-  INST("bar.sync 0;" ::: "memory");
+  INST("bar.sync 0;" :: : "memory");
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     LDMATRIX_X4(q[i], smem + swizzled(warp * 16 + (lane & 15), i * 2 + (lane >> 4)), "");
-  INST("bar.sync 0;" ::: "memory");
+  INST("bar.sync 0;" :: : "memory");
 
   int end = arg4;
   if (arg7) INST("min.s32 %0, %0, %1;" : "+r"(end) : "r"(m0 + 64));
@@ -155,8 +154,8 @@ __global__ void __launch_bounds__(128, 1)
       copy_tile(next + 2048, arg2 + (n0 + 32) * sv.seqlen, sv.seqlen, arg4 - n0 - 32, tid);
     }
     INST("cp.async.commit_group;");
-    INST("cp.async.wait_group 0x1;" ::: "memory");
-    INST("bar.sync 0;" ::: "memory");
+    INST("cp.async.wait_group 0x1;" :: : "memory");
+    INST("bar.sync 0;" :: : "memory");
 
     float qk[4][4];
 #pragma unroll
@@ -177,16 +176,16 @@ __global__ void __launch_bounds__(128, 1)
         float& x = qk[i / 2][2 * r + i % 2];
         const int offs_n = n0 + (i / 2) * 8 + (lane & 3) * 2 + i % 2;
         INST("mul.f32 %0, %0, %1;" : "+f"(x) : "f"(arg6));
-        INST("{\n\t"
-             ".reg .pred p;\n\t"
-             ".reg .pred q;\n\t"
-             "setp.lt.s32 p, %1, %2;\n\t"
-             "setp.le.s32 q, %1, %3;\n\t"
-             "and.pred p, p, q;\n\t"
-             "selp.f32 %0, %0, 0fFF800000, p;\n\t"
-             "}"
-             : "+f"(x)
-             : "r"(offs_n), "r"(arg4), "r"(arg7 ? offs_m : 0x7fffffff));
+        INST(
+            "{\n\t"
+            ".reg .pred p;\n\t"
+            ".reg .pred q;\n\t"
+            "setp.lt.s32 p, %1, %2;\n\t"
+            "setp.le.s32 q, %1, %3;\n\t"
+            "and.pred p, p, q;\n\t"
+            "selp.f32 %0, %0, 0fFF800000, p;\n\t"
+            "}" : "+f"(x) : "r"(offs_n),
+            "r"(arg4), "r"(arg7 ? offs_m : 0x7fffffff));
         INST("max.f32 %0, %0, %1;" : "+f"(high) : "f"(x));
       }
       high = reduce_row<true>(high);
@@ -223,14 +222,14 @@ __global__ void __launch_bounds__(128, 1)
         MMA(acc[2 * j + 1], p, b[2], b[3]);
       }
     }
-    INST("bar.sync 0;" ::: "memory");
+    INST("bar.sync 0;" :: : "memory");
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int offs_m = m0 + warp * 16 + (lane >> 2) + 8 * r;
-    INST("{\n\t.reg .pred p;\n\tsetp.lt.s32 p, %1, %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
-         : "=r"(pred)
-         : "r"(offs_m), "r"(arg4));
+    INST("{\n\t.reg .pred p;\n\tsetp.lt.s32 p, %1, %2;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(
+             pred) : "r"(offs_m),
+         "r"(arg4));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t pair;

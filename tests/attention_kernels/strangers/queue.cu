@@ -15,8 +15,8 @@ namespace queued {
 constexpr int kWarpsPerCta = 4, kHeadDim = 64, kTileRows = 16;
 
 struct Ticket {
-  int next;   // tile that the next block takes
-  int gone;   // blocks that have found the queue empty
+  int next;  // tile that the next block takes
+  int gone;  // blocks that have found the queue empty
 };
 
 struct Problem {
