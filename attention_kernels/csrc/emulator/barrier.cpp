@@ -12,24 +12,22 @@ namespace attention::ptx {
 
 constexpr unsigned kMostBytes = (1u << 20) - 1;  // of a phase
 
-inline std::string place_of(const emulator::Block& block, const void* address) {
+inline std::string place_of(const Block& block, const void* address) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   const uintptr_t offset = at - reinterpret_cast<uintptr_t>(block.shared.dynamic);
-  if (offset < block.shared.dynamic_bytes) return emulator::describe(block.shared, at);
+  if (offset < block.shared.dynamic_bytes) return describe(block.shared, at);
   return "byte " + std::to_string(at - reinterpret_cast<uintptr_t>(block.shared.fixed)) +
          " of static shared memory";
 }
 
-[[noreturn]] inline void barrier_failure(const Barrier* barrier, const emulator::Site& site,
+[[noreturn]] inline void barrier_failure(const Barrier* barrier, const Site& site,
                                          const std::string& what) {
-  const emulator::Block& block = *emulator::this_fiber().block;
-  const std::string text =
-      site.text().text + (": the barrier at " + place_of(block, barrier)) + " " + what;
-  emulator::fail(cudaErrorLaunchFailure, text.c_str());
+  const Block& block = *this_fiber().block;
+  fail(site, "the barrier at " + place_of(block, barrier) + " " + what);
 }
 
-inline emulator::KnownBarrier* find(const Barrier* barrier) {
-  for (emulator::KnownBarrier& known : emulator::this_fiber().block->in_flight.barriers)
+inline KnownBarrier* find(const Barrier* barrier) {
+  for (KnownBarrier& known : this_fiber().block->in_flight.barriers)
     if (known.barrier == barrier) return &known;
   return nullptr;
 }
@@ -40,18 +38,18 @@ inline void complete_if_due(Barrier* barrier) {
   barrier->phase ^= 1;
 }
 
-void init(Barrier* barrier, unsigned arrivals, const emulator::Site& site) {
+void init(Barrier* barrier, unsigned arrivals, const Site& site) {
   if (arrivals == 0 || arrivals > 0xffff)
     barrier_failure(barrier, site, "cannot wait for " + std::to_string(arrivals) + " arrivals");
   *barrier = {static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0, 0};
-  const emulator::Fiber& self = emulator::this_fiber();
-  emulator::KnownBarrier known{barrier};
+  const Fiber& self = this_fiber();
+  KnownBarrier known{barrier};
   known.thread = self.thread;
   if (self.block->races != nullptr) {
     known.clock = self.block->races->clock();
     self.block->races->advance();
   }
-  if (emulator::KnownBarrier* const before = find(barrier)) {
+  if (KnownBarrier* const before = find(barrier)) {
     *before = known;
   } else {
     self.block->in_flight.barriers.push_back(known);
@@ -59,14 +57,12 @@ void init(Barrier* barrier, unsigned arrivals, const emulator::Site& site) {
 }
 
 void show_barriers() {
-  for (emulator::KnownBarrier& known : emulator::this_fiber().block->in_flight.barriers)
-    known.is_fenced = true;
+  for (KnownBarrier& known : this_fiber().block->in_flight.barriers) known.is_fenced = true;
 }
 
-inline emulator::KnownBarrier& find_initialized(const Barrier* barrier,
-                                                const emulator::Site& site) {
-  const emulator::Block& block = *emulator::this_fiber().block;
-  emulator::KnownBarrier* const known = find(barrier);
+inline KnownBarrier& find_initialized(const Barrier* barrier, const Site& site) {
+  const Block& block = *this_fiber().block;
+  KnownBarrier* const known = find(barrier);
   if (known == nullptr) barrier_failure(barrier, site, "has not been initialized");
   if (block.races != nullptr && !block.races->follows(known->thread, known->clock))
     barrier_failure(barrier, site,
@@ -74,12 +70,12 @@ inline emulator::KnownBarrier& find_initialized(const Barrier* barrier,
   return *known;
 }
 
-void check_use(const Barrier* barrier, const emulator::Site& site) {
+void check_use(const Barrier* barrier, const Site& site) {
   if (!find_initialized(barrier, site).is_fenced)
     barrier_failure(barrier, site, "was initialized without a barrier_init_fence() after it");
 }
 
-inline void count_arrival(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
+inline void count_arrival(Barrier* barrier, unsigned bytes, const Site& site) {
   if (barrier->left == 0)
     barrier_failure(barrier, site,
                     "has all of its " + std::to_string(barrier->expected) +
@@ -89,33 +85,33 @@ inline void count_arrival(Barrier* barrier, unsigned bytes, const emulator::Site
   barrier->bytes += static_cast<int>(bytes);
   --barrier->left;
   complete_if_due(barrier);
-  emulator::this_fiber().block->in_flight.progress();
+  this_fiber().block->in_flight.progress();
 }
 
 unsigned phase_of(const Barrier* barrier) { return barrier->phase; }
 
-void barrier_add(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
+void barrier_add(Barrier* barrier, unsigned bytes, const Site& site) {
   find_initialized(barrier, site);
   barrier->bytes += static_cast<int>(bytes);
 }
 
-int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
-  const emulator::Block& block = *emulator::this_fiber().block;
-  const emulator::KnownBarrier& known = find_initialized(barrier, site);
+int arrive(Barrier* barrier, unsigned bytes, const Site& site) {
+  const Block& block = *this_fiber().block;
+  const KnownBarrier& known = find_initialized(barrier, site);
   if (block.races != nullptr) block.races->release(barrier);
   const unsigned phase = barrier->phase;
   count_arrival(barrier, bytes, site);
   return barrier->phase != phase ? known.waiter : -1;
 }
 
-void take_message(const emulator::Message& message) {
-  emulator::Races* const races = emulator::this_fiber().block->races;
-  const emulator::BulkCopy& copy = message.copy;
+void take_message(const Message& message) {
+  Races* const races = this_fiber().block->races;
+  const BulkCopy& copy = message.copy;
   auto* const barrier = static_cast<Barrier*>(const_cast<void*>(copy.barrier));
-  const emulator::KnownBarrier* const known = find(barrier);
+  const KnownBarrier* const known = find(barrier);
   if (known == nullptr) barrier_failure(barrier, copy.site, "has not been initialized");
   if (races != nullptr) {
-    const auto number = static_cast<uint32_t>(emulator::this_fiber().block->number);
+    const auto number = static_cast<uint32_t>(this_fiber().block->number);
     if (!message.knowledge.has(number, known->thread, known->clock))
       barrier_failure(barrier, copy.site,
                       "was initialized by its block, and nothing orders that before");
@@ -129,7 +125,7 @@ void take_message(const emulator::Message& message) {
 }
 
 // Copies arrive when a thread waits for the phase, and not before.
-inline void land_copies(emulator::Block& block, Barrier* barrier) {
+inline void land_copies(Block& block, Barrier* barrier) {
   auto& copies = block.in_flight.copies;
   for (auto copy = copies.begin(); copy != copies.end();) {
     if (copy->barrier != barrier) {
@@ -148,15 +144,15 @@ inline void land_copies(emulator::Block& block, Barrier* barrier) {
   }
 }
 
-bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  emulator::KnownBarrier& known = find_initialized(barrier, site);
+bool has_passed(Barrier* barrier, unsigned parity, const Site& site) {
+  Block& block = *this_fiber().block;
+  KnownBarrier& known = find_initialized(barrier, site);
   receive_messages();
   if (barrier->phase == (parity & 1)) {
     land_copies(block, barrier);
     complete_if_due(barrier);
     if (barrier->phase == (parity & 1)) {
-      known.waiter = static_cast<int>(emulator::this_fiber().thread);
+      known.waiter = static_cast<int>(this_fiber().thread);
       return false;
     }
   }
@@ -166,14 +162,13 @@ bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
 }
 
 // Called after each failed wait.
-void note_idle(const Barrier* barrier, const emulator::Site& site) {
-  if (!emulator::never_ends(/*at_barrier=*/true)) return;
-  const emulator::Block& block = *emulator::this_fiber().block;
-  const std::string others = emulator::waiting_threads(block);
+void note_idle(const Barrier* barrier, const Site& site) {
+  if (!never_ends(/*at_barrier=*/true)) return;
+  const Block& block = *this_fiber().block;
+  const std::string others = waiting_threads(block);
   if (barrier == nullptr) {
-    emulator::fail(
-        cudaErrorLaunchTimeout,
-        (site.text().text + (" never ends: no warp gives up registers" + others)).c_str());
+    fail(cudaErrorLaunchTimeout,
+         (to_string(site) + (" never ends: no warp gives up registers" + others)).c_str());
   }
   std::string what = "never passes: its phase of parity " + std::to_string(barrier->phase) +
                      " has " + std::to_string(barrier->expected - barrier->left) + " of " +

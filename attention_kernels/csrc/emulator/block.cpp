@@ -86,7 +86,7 @@ std::string waiting_threads(const Block& block) {
   std::string all;
   const auto add = [&](unsigned waiting, unsigned of, const Site& site) {
     all += "; " + std::to_string(waiting) + " of " + std::to_string(of) +
-           " threads have arrived in " + site.text().text;
+           " threads have arrived in " + to_string(site);
   };
   if (block.arrived != 0) add(block.arrived, block.threads - block.finished, block.barrier);
   for (const NamedBarrier& named : block.in_flight.named)
@@ -248,7 +248,7 @@ void Block::pass_barrier() {
 
 Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, const Site& site) {
   const auto wrong = [&](const std::string& what) {
-    record(cudaErrorLaunchFailure, (site.text().text + (": " + what)).c_str());
+    record(cudaErrorLaunchFailure, (to_string(site) + (": " + what)).c_str());
   };
   if (number < 1 || number >= static_cast<int>(kNamedBarriers)) {
     wrong("there is no named barrier " + std::to_string(number) + ": 1 to 15");
@@ -268,7 +268,7 @@ Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, c
           std::to_string(threads) + ": it takes whole warps of the block");
   } else if (named.threads != static_cast<unsigned>(for_threads)) {
     wrong("named barrier " + std::to_string(number) + " for " + std::to_string(for_threads) +
-          " threads, and for " + std::to_string(named.threads) + " in " + named.site.text().text);
+          " threads, and for " + std::to_string(named.threads) + " in " + to_string(named.site));
   } else if ((named.lanes[mine] & bit) != 0) {
     wrong("the thread arrives again at named barrier " + std::to_string(number) + ", where " +
           std::to_string(named.arrived) + " of " + std::to_string(named.threads) +
@@ -352,7 +352,7 @@ void Block::record_stuck() {
     const std::string name = "thread " + text(w.fibers[bit]->thread_idx);
     if (w.done >> bit & 1) return name + " has returned from the kernel";
     const Site& site = w.waiting >> bit & 1 ? *w.wait[bit].site : barrier;
-    return name + " waits in " + site.text().text;
+    return name + " waits in " + to_string(site);
   };
   for (const Warp* w = warps; w < warps + warp_count; ++w) {
     if (w->waiting == 0) continue;
@@ -367,7 +367,7 @@ void Block::record_stuck() {
   for (const NamedBarrier& named : in_flight.named) {
     if (named.arrived == 0) continue;
     record(cudaErrorLaunchFailure,
-           (named.site.text().text + (" never passes" + waiting_threads(*this))).c_str(),
+           (to_string(named.site) + (" never passes" + waiting_threads(*this))).c_str(),
            fiber(named.thread));
     return;
   }
@@ -618,6 +618,15 @@ void fail(cudaError_t code, const char* what) {
     block->abandon();
   }
   throw std::runtime_error(what);
+}
+
+void fail(const Site& site, const char* what, cudaError_t code) {
+  fail(code, site.text() + ": " + what);
+}
+
+void check_shared(const void* address, const char* what, const Site& site) {
+  if (!this_fiber().block->shared.has(address))
+    fail(site, Words{} + what + " is not in shared memory", cudaErrorIllegalAddress);
 }
 
 }  // namespace attention::emulator

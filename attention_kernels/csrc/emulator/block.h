@@ -210,6 +210,10 @@ int print(const char* file, int line, const char* format, ...);
 // Ends the calling thread's launch and discards the thread's frames: memory that they allocated
 // leaks. In host code, throws an exception.
 [[noreturn]] void fail(cudaError_t code, const char* what);
+[[noreturn]] void fail(const Site& site, const char* what,
+                       cudaError_t code = cudaErrorLaunchFailure);
+// Fails if an address is not in the block's shared memory; `what` is of the message.
+void check_shared(const void* address, const char* what, const Site& site);
 
 }  // namespace attention::emulator
 

@@ -111,31 +111,20 @@ bool never_ends(bool at_barrier) {
 
 namespace attention::ptx {
 
-using emulator::Cluster;
-using emulator::Locked;
-
-[[noreturn]] inline void cluster_failure(const emulator::Site& site, const std::string& what,
-                                         cudaError_t code = cudaErrorLaunchFailure) {
-  emulator::fail(code, (site.text().text + (": " + what)).c_str());
-}
-
-[[noreturn]] inline void not_running(const emulator::Site& site) {
-  if (const Cluster* const cluster = emulator::this_fiber().block->cluster)
-    emulator::fail_with(*cluster);
-  cluster_failure(site, "that block of the cluster has not begun, or has ended",
-                  cudaErrorIllegalAddress);
+[[noreturn]] inline void not_running(const Site& site) {
+  if (const Cluster* const cluster = this_fiber().block->cluster) fail_with(*cluster);
+  fail(site, "that block of the cluster has not begun, or has ended", cudaErrorIllegalAddress);
 }
 
 // ---- The cluster's barrier ----------------------------------------------------------------------
 
-void arrive_at_cluster(bool releases, const emulator::Site& site) {
-  emulator::Fiber& self = emulator::this_fiber();
+void arrive_at_cluster(bool releases, const Site& site) {
+  Fiber& self = this_fiber();
   if (self.cluster_arrivals++ != self.cluster_waits)
-    cluster_failure(site, "the thread has not waited since it arrived");
+    fail(site, "the thread has not waited since it arrived");
   Cluster& cluster = *self.block->cluster;
-  if (emulator::Races* const races = self.block->races) {
-    const emulator::Knowledge mine =
-        releases ? races->knowledge() : races->fenced(emulator::Scope::kCluster);
+  if (Races* const races = self.block->races) {
+    const Knowledge mine = releases ? races->knowledge() : races->fenced(Scope::kCluster);
     races->advance();
     const Locked locked(cluster);
     auto& barrier = cluster.barriers[self.cluster_arrivals % 2];
@@ -147,29 +136,28 @@ void arrive_at_cluster(bool releases, const emulator::Site& site) {
   self.block->in_flight.progress();
 }
 
-uint64_t begin_cluster_wait(const emulator::Site& site) {
-  emulator::Fiber& self = emulator::this_fiber();
-  if (self.cluster_waits == self.cluster_arrivals)
-    cluster_failure(site, "the thread has not arrived");
+uint64_t begin_cluster_wait(const Site& site) {
+  Fiber& self = this_fiber();
+  if (self.cluster_waits == self.cluster_arrivals) fail(site, "the thread has not arrived");
   return uint64_t{++self.cluster_waits} * self.block->launch->cluster * self.block->threads;
 }
 
-bool has_cluster_arrived(uint64_t due, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
+bool has_cluster_arrived(uint64_t due, const Site& site) {
+  Block& block = *this_fiber().block;
   Cluster& cluster = *block.cluster;
   const uint64_t arrived = __atomic_load_n(&cluster.arrived, __ATOMIC_ACQUIRE);
   if (arrived < due) {
-    if (emulator::never_ends(/*at_barrier=*/false))
-      cluster_failure(site,
-                      "never passes: " + std::to_string(due - arrived) +
-                          " threads of the cluster do not arrive",
-                      cudaErrorLaunchTimeout);
+    if (never_ends(/*at_barrier=*/false))
+      fail(site,
+           "never passes: " + std::to_string(due - arrived) +
+               " threads of the cluster do not arrive",
+           cudaErrorLaunchTimeout);
     return false;
   }
   block.in_flight.progress();
   if (block.races != nullptr) {
     const Locked locked(cluster);
-    block.races->learn(cluster.barriers[emulator::this_fiber().cluster_waits % 2].knowledge);
+    block.races->learn(cluster.barriers[this_fiber().cluster_waits % 2].knowledge);
   }
   return true;
 }
@@ -177,28 +165,27 @@ bool has_cluster_arrived(uint64_t due, const emulator::Site& site) {
 // ---- The shared memory of another block ---------------------------------------------------------
 
 // Returns the byte of another block's shared memory that corresponds to `here`.
-unsigned char* block_memory(unsigned char* here, unsigned block, const emulator::Site& site) {
-  const emulator::Block& self = *emulator::this_fiber().block;
-  const emulator::Block* const other =
-      block < self.launch->cluster ? __atomic_load_n(&self.cluster->blocks[block], __ATOMIC_ACQUIRE)
-                                   : nullptr;
+unsigned char* block_memory(unsigned char* here, unsigned block, const Site& site) {
+  const Block& self = *this_fiber().block;
+  const Block* const other = block < self.launch->cluster
+                                 ? __atomic_load_n(&self.cluster->blocks[block], __ATOMIC_ACQUIRE)
+                                 : nullptr;
   if (other == nullptr) not_running(site);
-  if (!self.shared.has(here))
-    cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
+  check_shared(here, "the address", site);
   return self.shared.in_other(here, other->shared);
 }
 
 void store_float_to_block(float* here, unsigned block, float value, const void* code,
-                          const emulator::Site& site) {
+                          const Site& site) {
   auto* const byte = block_memory(reinterpret_cast<unsigned char*>(here), block, site);
-  if (emulator::Races* const races = emulator::this_fiber().block->races)
-    races->access(byte, sizeof value, emulator::AccessKind::kWrite, code);
+  if (Races* const races = this_fiber().block->races)
+    races->access(byte, sizeof value, AccessKind::kWrite, code);
   *reinterpret_cast<float*>(byte) = value;
 }
 
-void send(unsigned block, const emulator::BulkCopy& copy, const void* code) {
-  emulator::Block& self = *emulator::this_fiber().block;
-  emulator::Message message{copy, code, {}};
+void send(unsigned block, const BulkCopy& copy, const void* code) {
+  Block& self = *this_fiber().block;
+  Message message{copy, code, {}};
   if (self.races != nullptr) {
     message.knowledge = self.races->knowledge();
     self.races->advance();
@@ -208,13 +195,12 @@ void send(unsigned block, const emulator::BulkCopy& copy, const void* code) {
 }
 
 void send_bytes(void* here, unsigned block, const unsigned* words, unsigned bytes, Barrier* barrier,
-                const void* code, const emulator::Site& site) {
-  emulator::Block& self = *emulator::this_fiber().block;
+                const void* code, const Site& site) {
+  Block& self = *this_fiber().block;
   if (block >= std::max(self.launch->cluster, 1u)) not_running(site);
   if (reinterpret_cast<uintptr_t>(here) % bytes != 0)
-    cluster_failure(site, "the address is not aligned", cudaErrorMisalignedAddress);
-  if (!self.shared.has(here))
-    cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
+    fail(site, "the address is not aligned", cudaErrorMisalignedAddress);
+  check_shared(here, "the address", site);
   const unsigned* kept;
   {
     const Locked locked(*self.cluster);
@@ -222,26 +208,20 @@ void send_bytes(void* here, unsigned block, const unsigned* words, unsigned byte
     std::copy_n(words, bytes / sizeof(unsigned), last.begin());
     kept = last.data();
   }
-  const emulator::BulkCopy copy{here, kept, bytes, barrier, site};
-  if (block != emulator::rank_of(self)) {
+  const BulkCopy copy{here, kept, bytes, barrier, site};
+  if (block != rank_of(self)) {
     send(block, copy, code);
     return;
-  }
-  check_use(barrier, site);
-  if (self.races != nullptr) {
-    self.races->access(here, bytes, emulator::AccessKind::kCopy, code);
-    self.races->release(barrier);
   }
   begin_copy(copy, code);
   self.in_flight.progress();
 }
 
-void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site) {
-  const emulator::Block& self = *emulator::this_fiber().block;
+void arrive_at_block(Barrier* here, unsigned block, const Site& site) {
+  const Block& self = *this_fiber().block;
   if (block >= std::max(self.launch->cluster, 1u)) not_running(site);
-  if (!self.shared.has(here))
-    cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
-  if (block == emulator::rank_of(self)) {
+  check_shared(here, "the address", site);
+  if (block == rank_of(self)) {
     arrive(here, 0, site);
   } else {
     send(block, {nullptr, nullptr, 0, here, site}, nullptr);
@@ -249,23 +229,23 @@ void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site) 
 }
 
 void receive_messages() {
-  emulator::Block& block = *emulator::this_fiber().block;
+  Block& block = *this_fiber().block;
   if (block.launch->cluster < 2) return;
-  const unsigned rank = emulator::rank_of(block);
-  std::vector<emulator::Message> messages;
+  const unsigned rank = rank_of(block);
+  std::vector<Message> messages;
   {
     const Locked locked(*block.cluster);
     messages.swap(block.cluster->messages[rank]);
   }
-  for (const emulator::Message& message : messages) {
-    const emulator::BulkCopy& copy = message.copy;
+  for (const Message& message : messages) {
+    const BulkCopy& copy = message.copy;
     take_message(message);
     block.in_flight.progress();
     if (copy.bytes == 0) continue;
     if (block.races != nullptr)
       block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge,
                                    copy.barrier);
-    begin_copy(copy, message.code);
+    add_copy(copy, message.code);
   }
 }
 

@@ -68,16 +68,16 @@ namespace attention::ptx {
 
 // Defined in cluster.cpp.
 // releases: what the thread did comes before what others do after it, else only what it has fenced.
-void arrive_at_cluster(bool releases, const emulator::Site& site);
-uint64_t begin_cluster_wait(const emulator::Site& site);
-bool has_cluster_arrived(uint64_t due, const emulator::Site& site);
-unsigned char* block_memory(unsigned char* here, unsigned block, const emulator::Site& site);
+void arrive_at_cluster(bool releases, const Site& site);
+uint64_t begin_cluster_wait(const Site& site);
+bool has_cluster_arrived(uint64_t due, const Site& site);
+unsigned char* block_memory(unsigned char* here, unsigned block, const Site& site);
 void store_float_to_block(float* here, unsigned block, float value, const void* code,
-                          const emulator::Site& site);
-void send(unsigned block, const emulator::BulkCopy& copy, const void* code);
-void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site);
+                          const Site& site);
+void send(unsigned block, const BulkCopy& copy, const void* code);
+void arrive_at_block(Barrier* here, unsigned block, const Site& site);
 void send_bytes(void* here, unsigned block, const unsigned* words, unsigned bytes, Barrier* barrier,
-                const void* code, const emulator::Site& site);
+                const void* code, const Site& site);
 
 // Words that blocks exchange through global memory; see ptx.cuh.
 ATTENTION_EMULATOR_INLINE void store_word(unsigned long long* to, unsigned long long word) {
@@ -87,7 +87,7 @@ ATTENTION_EMULATOR_INLINE unsigned long long load_word(const unsigned long long*
   return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
 inline void poll_again(ATTENTION_EMULATOR_SITE) {
-  emulator::note_poll(nullptr, 0, {"poll_again", file, line});
+  note_poll(nullptr, 0, {"poll_again", file, line});
 }
 
 // Each thread must alternate between arriving and waiting.
@@ -95,7 +95,7 @@ inline void cluster_arrive(ATTENTION_EMULATOR_SITE) {
   arrive_at_cluster(true, {"cluster_arrive", file, line});
 }
 ATTENTION_EMULATOR_INLINE void cluster_wait(ATTENTION_EMULATOR_SITE) {
-  const emulator::Site site{"cluster_wait", file, line};
+  const Site site{"cluster_wait", file, line};
   const uint64_t due = begin_cluster_wait(site);
   while (!has_cluster_arrived(due, site)) yield();
 }

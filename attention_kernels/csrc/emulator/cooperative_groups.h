@@ -107,8 +107,8 @@ class grid_group {
   static void sync(ATTENTION_EMULATOR_SITE) {
     const emulator::Launch& launch = *emulator::this_fiber().block->launch;
     if (!launch.is_at_once && num_blocks() > 1)
-      emulator::fail(cudaErrorLaunchFailure, emulator::Site{"grid_group::sync", file, line}.text() +
-                                                 ": the kernel's blocks do not all run at once");
+      emulator::fail(emulator::Site{"grid_group::sync", file, line},
+                     "the kernel's blocks do not all run at once");
     thread_block::sync(file, line);
     if (thread_block::thread_rank() == 0) {
       __threadfence();

@@ -106,7 +106,7 @@ ATTENTION_EMULATOR_INLINE T shuffle(unsigned mask, T value, int width, const Sit
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
   Fiber& self = this_fiber();
   if (width < 1 || width > 32 || (width & (width - 1)) != 0) {
-    fail(cudaErrorLaunchFailure, site.text() + ": width is not a power of two up to 32");
+    fail(site, "width is not a power of two up to 32");
   }
   const int lane = static_cast<int>(self.thread % kWarpSize);
   uint64_t bits = 0;

@@ -268,7 +268,7 @@ inline bool must_stop(Block& block, uintptr_t code) {
   Block& block = *this_fiber().block;
   std::string where = place(block.signals.code);
   if (block.interval + block.arrived > 0)
-    where += std::string(", the last barrier was ") + block.barrier.text().text;
+    where += ", the last barrier was " + to_string(block.barrier);
   if (is_late(block)) {
     char what[64];
     std::snprintf(what, sizeof what, "the block did not end in %g s",

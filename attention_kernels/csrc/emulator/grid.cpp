@@ -610,7 +610,7 @@ void end_if_hopeless(const Site& site, const void* code) {
     fail(emulatorErrorCluster, "another block of the grid has failed");
   if (block.in_flight.rotations < 8 || !run.is_hopeless(block)) return;
   const uint64_t left = run.blocks - std::min<uint64_t>(run.next, run.blocks);
-  std::string what = site.name != nullptr ? site.text().text : "a load";
+  std::string what = site.name != nullptr ? to_string(site) : "a load";
   if (site.name == nullptr) what += place(reinterpret_cast<uintptr_t>(code) - 1);
   what += " is repeated for ever: ";
   if (left == 0) {

@@ -23,10 +23,10 @@ using namespace attention::ptx;
 
 // ---- Registers ----------------------------------------------------------------------------------
 
-using Half = emulator::Float16<emulator::HalfFormat>;
-using Bfloat16 = emulator::Float16<emulator::BFloat16Format>;
+using Half = Float16<HalfFormat>;
+using Bfloat16 = Float16<BFloat16Format>;
 template <typename Format>
-emulator::Float16x2<Format> pair_of(emulator::Float16<Format>);
+Float16x2<Format> pair_of(Float16<Format>);
 template <typename T>
 using Pair = decltype(pair_of(T{}));
 struct Tf32 {
@@ -35,7 +35,6 @@ struct Tf32 {
 inline constexpr struct Sink {
 } sink;  // the operand _
 
-using emulator::Word;
 template <typename T, int kParts>
 using Part = Word<sizeof(T) / kParts>;
 // The type of twice the size.
@@ -52,7 +51,7 @@ struct [[gnu::may_alias]] alignas(sizeof(T) * kCount) Pack {
 
 template <typename To, typename From>
 To bits(const From& from) {
-  return emulator::bit_cast<To>(from);
+  return bit_cast<To>(from);
 }
 
 // Returns a register, or a number, as an instruction of type T reads it. One that is too narrow is an
@@ -120,17 +119,16 @@ constexpr bool same(const char* a, const char* b) {
   return *a == *b;
 }
 
-inline emulator::Fiber& self() { return emulator::this_fiber(); }
+inline Fiber& self() { return this_fiber(); }
 inline unsigned rank() {
   return self().block->number % std::max(self().block->launch->cluster, 1u);
 }
 inline unsigned blocks_of_cluster() { return std::max(self().block->launch->cluster, 1u); }
-inline unsigned processors() { return std::max(emulator::Device::emulated().multiprocessors, 1); }
+inline unsigned processors() { return std::max(Device::emulated().multiprocessors, 1); }
 // Barriers with a result are for the whole block.
 inline int zero(int barrier, int result, ATTENTION_EMULATOR_SITE) {
   if (barrier != 0)
-    emulator::fail(cudaErrorNotSupported,
-                   emulator::Site{"bar.red", file, line}.text() + ": only barrier 0 has a result");
+    fail(Site{"bar.red", file, line}, "only barrier 0 has a result", cudaErrorNotSupported);
   return result;
 }
 inline int block_threads() { return static_cast<int>(self().block->warp_count * 32); }
@@ -164,8 +162,7 @@ inline unsigned char* here(uint64_t address, ATTENTION_EMULATOR_SITE) {
   unsigned char* const byte =
       self().block->shared.at_address(static_cast<unsigned>(address & ((1u << kBlockShift) - 1)));
   if (byte == nullptr || address >> 32 != 0)
-    emulator::fail(cudaErrorIllegalAddress, emulator::Site{"asm", file, line}.text() +
-                                                ": the address is not in shared memory");
+    fail(Site{"asm", file, line}, "the address is not in shared memory", cudaErrorIllegalAddress);
   return byte;
 }
 inline unsigned char* shared(uint64_t address, ATTENTION_EMULATOR_SITE) {
@@ -206,8 +203,8 @@ T each(Function function, T a) {
   }
 }
 template <typename Function, typename Format>
-auto each(Function function, emulator::Float16x2<Format> a) {
-  return emulator::Float16x2<Format>{each(function, a.x), each(function, a.y)};
+auto each(Function function, Float16x2<Format> a) {
+  return Float16x2<Format>{each(function, a.x), each(function, a.y)};
 }
 
 template <typename T>
@@ -381,10 +378,10 @@ To convert(const char* how, bool relu, const char* saturates, From from) {
 
 // ---- Memory that other threads use at the same time ---------------------------------------------
 
-constexpr emulator::Scope scope_of(const char* name) {
-  return same(name, ".cta")       ? emulator::Scope::kBlock
-         : same(name, ".cluster") ? emulator::Scope::kCluster
-                                  : emulator::Scope::kDevice;
+constexpr Scope scope_of(const char* name) {
+  return same(name, ".cta")       ? Scope::kBlock
+         : same(name, ".cluster") ? Scope::kCluster
+                                  : Scope::kDevice;
 }
 inline void fence(const char* scope) { emulator::fence(scope_of(scope)); }
 
@@ -394,12 +391,12 @@ ATTENTION_EMULATOR_INLINE Pack<T, kCount> load_ordered(const char* order, const 
                                                        const char* space, uint64_t address,
                                                        ATTENTION_EMULATOR_SITE) {
   const auto* const from = at<Word<sizeof(T)>>(space, address, file, line);
-  const emulator::Site site{"ld", file, line};
+  const Site site{"ld", file, line};
   Pack<T, kCount> result;
   for (int i = 0; i < kCount; ++i)
-    result.x[i] = bits<T>(
-        *order == 'a' ? emulator::load_atomic<__ATOMIC_ACQUIRE>(from + i, scope_of(scope), site)
-                      : emulator::load_atomic<__ATOMIC_RELAXED>(from + i, scope_of(scope), site));
+    result.x[i] =
+        bits<T>(*order == 'a' ? load_atomic<__ATOMIC_ACQUIRE>(from + i, scope_of(scope), site)
+                              : load_atomic<__ATOMIC_RELAXED>(from + i, scope_of(scope), site));
   return result;
 }
 template <typename T, int kCount>
@@ -410,7 +407,7 @@ ATTENTION_EMULATOR_INLINE void store_ordered(const char* order, const char* scop
   auto* const to = at<Word<sizeof(T)>>(space, address, file, line);
   for (int i = 0; i < kCount; ++i) {
     const auto word = bits<Word<sizeof(T)>>(value.x[i]);
-    emulator::set_scope(scope_of(scope));
+    set_scope(scope_of(scope));
     if (same(order, "release")) {
       __atomic_store_n(to + i, word, __ATOMIC_RELEASE);
     } else {
@@ -443,18 +440,17 @@ T updated(const char* how, T old, T value) {
   }
   return value;
 }
-using emulator::atomic_update;
 // With a name in the site, a thread that repeats it in vain waits. A maximum that changes nothing is no
 // reason to.
 template <typename T>
-ATTENTION_EMULATOR_INLINE T atomic(const char* how, T* address, T value, emulator::Scope scope,
-                                   emulator::Site site = {nullptr, nullptr, 0}) {
+ATTENTION_EMULATOR_INLINE T atomic(const char* how, T* address, T value, Scope scope,
+                                   Site site = {nullptr, nullptr, 0}) {
   if (*how == 'm') site.name = nullptr;
   return atomic_update(address, [&](T old) -> T { return updated(how, old, value); }, scope, site);
 }
 template <typename T, int kCount>
 ATTENTION_EMULATOR_INLINE int reduce(const char* how, T* address, const Pack<T, kCount>& values,
-                                     emulator::Scope scope) {
+                                     Scope scope) {
   for (int i = 0; i < kCount; ++i) atomic(how, address + i, values.x[i], scope);
   return 0;
 }
@@ -473,17 +469,17 @@ uint32_t shuffled(char how, uint32_t a, uint32_t b, uint32_t c, uint32_t mask, V
                                        : first | (b & ~segment);
   const bool is_valid = how == 'u' ? int(source) >= int(last) : source <= last;
   set<bool>(valid, is_valid);
-  const emulator::Site site{"shfl", file, line};
+  const Site site{"shfl", file, line};
   return static_cast<uint32_t>(
-      emulator::wait_for_warp(emulator::WarpOp::kShuffle, mask, a, is_valid ? source : lane, site));
+      wait_for_warp(WarpOp::kShuffle, mask, a, is_valid ? source : lane, site));
 }
 // Calls function(lane, value) for the value of each lane in the mask.
 template <typename Function>
-void for_each_lane(uint32_t value, uint32_t mask, const emulator::Site& site, Function function) {
+void for_each_lane(uint32_t value, uint32_t mask, const Site& site, Function function) {
   for (unsigned lane = 0; lane < 32; ++lane)
     if (mask >> lane & 1)
-      function(lane, static_cast<uint32_t>(emulator::wait_for_warp(emulator::WarpOp::kShuffle, mask,
-                                                                   value, lane, site)));
+      function(lane,
+               static_cast<uint32_t>(wait_for_warp(WarpOp::kShuffle, mask, value, lane, site)));
 }
 template <typename T>
 T reduced(const char* how, T value, uint32_t mask, ATTENTION_EMULATOR_SITE) {
@@ -499,7 +495,7 @@ template <typename T>
 uint32_t matching(T value, uint32_t mask, ATTENTION_EMULATOR_SITE) {
   uint32_t same_low = 0, same_high = 0;
   const uint64_t wide = value;
-  const emulator::Site site{"match", file, line};
+  const Site site{"match", file, line};
   for_each_lane(uint32_t(wide), mask, site, [&](unsigned lane, uint32_t other) {
     same_low |= uint32_t{other == uint32_t(wide)} << lane;
   });
@@ -530,7 +526,7 @@ uint32_t elected(uint32_t mask, Leads& leads, ATTENTION_EMULATOR_SITE) {
 template <bool kSignedA, bool kSignedB>
 void mma_int8(int (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
               ATTENTION_EMULATOR_SITE) {
-  const auto multiply = [](const emulator::MatrixCalls& calls, const emulator::Site&) {
+  const auto multiply = [](const MatrixCalls& calls, const Site&) {
     const auto byte = [&](unsigned which, unsigned lane, unsigned i, unsigned k, bool is_signed) {
       const auto word = static_cast<const uint32_t*>(calls[lane]->fragments[which])[i];
       const auto bits = static_cast<uint8_t>(word >> k % 4 * 8);
@@ -545,7 +541,7 @@ void mma_int8(int (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
       }
     }
   };
-  emulator::meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line}, multiply);
+  meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line}, multiply);
 }
 
 // ---- Barriers and copies ------------------------------------------------------------------------
@@ -572,8 +568,8 @@ inline uint64_t arrive_at(uint64_t address, unsigned count, ATTENTION_EMULATOR_S
 inline uint64_t expect_at(uint64_t address, unsigned bytes, ATTENTION_EMULATOR_SITE) {
   Barrier* const barrier = text::barrier(address, file, line);
   if (block_of(address) != rank())
-    emulator::fail(cudaErrorNotSupported, emulator::Site{"mbarrier", file, line}.text() +
-                                              ": expects bytes in its own block only");
+    fail(Site{"mbarrier", file, line}, "expects bytes in its own block only",
+         cudaErrorNotSupported);
   const uint64_t phase = phase_of(barrier);
   barrier_expect(barrier, bytes, file, line);
   return phase;
@@ -590,16 +586,15 @@ __attribute__((noinline)) void multiply_registers(float* const (&sums)[kSums],
                                                   uint64_t b, bool is_bfloat16, bool is_transposed,
                                                   bool accumulates, bool is_plain,
                                                   ATTENTION_EMULATOR_SITE) {
-  const emulator::Site site{"wgmma.mma_async", file, line};
+  const Site site{"wgmma.mma_async", file, line};
   if (!is_plain)
-    emulator::fail(cudaErrorNotSupported,
-                   site.text() + ": the emulator has no negated operand and no transposed A");
+    fail(site, "the emulator has no negated operand and no transposed A", cudaErrorNotSupported);
   begin({sums[0], kSums, a_registers, a, b, is_bfloat16, is_transposed, accumulates,
          __builtin_return_address(0), sums},
         site);
 }
 
-[[noreturn]] inline void exit_thread() { throw emulator::ThreadExit{}; }
+[[noreturn]] inline void exit_thread() { throw ThreadExit{}; }
 
 }  // namespace attention::ptx::text
 

@@ -54,10 +54,6 @@ struct MatrixCall {
   const void* fragments[4];
 };
 
-[[noreturn]] inline void matrix_failure(cudaError_t code, const Site& site, const char* what) {
-  fail(code, site.text() + ": " + what);
-}
-
 // The calls of all lanes of a warp, including the caller's.
 using MatrixCalls = const MatrixCall* [kWarpSize];
 
@@ -69,7 +65,7 @@ __attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site
   const Warp& warp = *block.warp;
   const unsigned lane = self.thread % kWarpSize;
   if (warp.exists != ~0u) {
-    matrix_failure(cudaErrorLaunchFailure, site, "the warp has fewer than 32 threads");
+    fail(site, "the warp has fewer than 32 threads");
   }
   if (warp.waiting != ~(1u << lane)) return false;
   for (unsigned other = 0; other < kWarpSize; ++other) {
@@ -87,7 +83,7 @@ __attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site
     calls[other] = reinterpret_cast<const MatrixCall*>(wait.value);
     if (calls[other]->memory != call.memory || calls[other]->layout != call.layout ||
         calls[other]->leading_dimension != call.leading_dimension) {
-      matrix_failure(cudaErrorLaunchFailure, site, "the lanes' arguments differ");
+      fail(site, "the lanes' arguments differ");
     }
   }
   return true;
@@ -158,12 +154,13 @@ namespace attention::emulator {
 template <typename T>
 void check_matrix(const T* memory, unsigned leading_dimension, const Site& site) {
   if (reinterpret_cast<uintptr_t>(memory) % 32 != 0) {
-    matrix_failure(cudaErrorMisalignedAddress, site, "the pointer is not aligned to 32 bytes");
+    fail(site, "the pointer is not aligned to 32 bytes", cudaErrorMisalignedAddress);
   }
   if (leading_dimension * sizeof(T) % 16 != 0) {
-    matrix_failure(cudaErrorInvalidValue, site,
-                   sizeof(T) == 2 ? "the leading dimension is not a multiple of 8 halfs"
-                                  : "the leading dimension is not a multiple of 4 floats");
+    fail(site,
+         sizeof(T) == 2 ? "the leading dimension is not a multiple of 8 halfs"
+                        : "the leading dimension is not a multiple of 4 floats",
+         cudaErrorInvalidValue);
   }
 }
 
@@ -193,8 +190,7 @@ ATTENTION_EMULATOR_INLINE void load_matrix(Fragment& fragment, const T* memory,
     same &= std::memcmp(&fragment.x[i], &memory[offsets[i]], sizeof(T)) == 0;
   }
   if (!same) {
-    matrix_failure(cudaErrorLaunchFailure, site,
-                   "another thread writes to the matrix at the same time: a barrier is missing");
+    fail(site, "another thread writes to the matrix at the same time: a barrier is missing");
   }
 }
 
@@ -224,7 +220,7 @@ void multiply(const MatrixCalls& calls, const Site& site) {
   float rA[m][k], rB[k][n], rC[m][n];
   const char* wrong = gather<A>(rA, calls, 1);
   if (wrong == nullptr) wrong = gather<B>(rB, calls, 2);
-  if (wrong != nullptr) matrix_failure(cudaErrorLaunchFailure, site, wrong);
+  if (wrong != nullptr) fail(site, wrong);
   gather<C>(rC, calls, 3);
   for (unsigned row = 0; row < m; ++row) {
     for (unsigned i = 0; i < k; ++i) {

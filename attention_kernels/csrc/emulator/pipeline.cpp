@@ -18,13 +18,13 @@ PendingCopy& pending_copy(void* to, const void* from, size_t size, size_t zeros,
   SharedMemory& shared = self.block->shared;
   const char* wrong = nullptr;
   if ((size != 4 && size != 8 && size != 16) || zeros > size) {
-    wrong = ": 4, 8 or 16 bytes can be copied";
+    wrong = "4, 8 or 16 bytes can be copied";
   } else if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % size != 0) {
-    wrong = ": an address is not a multiple of the size";
+    wrong = "an address is not a multiple of the size";
   } else if (shared.fixed != nullptr && !shared.has(to)) {
-    wrong = ": the destination is not in shared memory";
+    wrong = "the destination is not in shared memory";
   }
-  if (wrong != nullptr) fail(cudaErrorMisalignedAddress, site.text() + wrong);
+  if (wrong != nullptr) fail(site, wrong, cudaErrorMisalignedAddress);
   copies_of(self).push_back({to, size, {}});
   return self.pending->back();
 }

@@ -12,19 +12,19 @@ namespace attention::ptx {
 constexpr int kExtraBits = 2;
 
 ATTENTION_EMULATOR_INLINE double power_of_two(int exponent) {
-  return emulator::bit_cast<double>(uint64_t(exponent + 1023) << 52);
+  return bit_cast<double>(uint64_t(exponent + 1023) << 52);
 }
 
 // Returns a float's exponent; 0 has a smaller one than any other float.
 ATTENTION_EMULATOR_INLINE int exponent_of(float x, int least) {
-  const int biased = emulator::bit_cast<uint32_t>(x) >> 23 & 0xff;
+  const int biased = bit_cast<uint32_t>(x) >> 23 & 0xff;
   return x == 0.0f ? -400 : std::max(biased - 127, least);
 }
 
 ATTENTION_EMULATOR_INLINE float towards_zero(double x) {
   const auto nearest = static_cast<float>(x);
   if (std::fabs(nearest) <= std::fabs(x)) return nearest;
-  return emulator::bit_cast<float>(emulator::bit_cast<uint32_t>(nearest) - 1);
+  return bit_cast<float>(bit_cast<uint32_t>(nearest) - 1);
 }
 
 // A row of A or a column of B.
@@ -74,8 +74,8 @@ ATTENTION_EMULATOR_HOT float tensor_core_sum(float sum, const Operands<kDepth>& 
 // Multiplies for a whole warp. least: the exponent of the operands' subnormal numbers. values():
 // unpacks a register.
 template <int kDepth, typename Values>
-void multiply_warp(const emulator::MatrixCalls& calls, int least, Values values) {
-  const emulator::Subnormals kept(false);
+void multiply_warp(const MatrixCalls& calls, int least, Values values) {
+  const Subnormals kept(false);
   constexpr int kInWord = kDepth / 8;
   Operands<kDepth> a[16], b[8];
   const auto unpack = [&](unsigned word, Operands<kDepth>& to, unsigned k) {
@@ -100,23 +100,22 @@ void multiply_warp(const emulator::MatrixCalls& calls, int least, Values values)
 }
 
 template <typename Format>
-void multiply_halves(const emulator::MatrixCalls& calls, int least) {
+void multiply_halves(const MatrixCalls& calls, int least) {
   multiply_warp<16>(calls, least, [](unsigned word, float* values) {
     values[0] = Format::decode(static_cast<uint16_t>(word));
     values[1] = Format::decode(static_cast<uint16_t>(word >> 16));
   });
 }
 
-void multiply_half(const emulator::MatrixCalls& calls, const emulator::Site&) {
-  multiply_halves<emulator::HalfFormat>(calls, -14);
+void multiply_half(const MatrixCalls& calls, const Site&) {
+  multiply_halves<HalfFormat>(calls, -14);
 }
-void multiply_bfloat16(const emulator::MatrixCalls& calls, const emulator::Site&) {
-  multiply_halves<emulator::BFloat16Format>(calls, -126);
+void multiply_bfloat16(const MatrixCalls& calls, const Site&) {
+  multiply_halves<BFloat16Format>(calls, -126);
 }
-void multiply_tf32(const emulator::MatrixCalls& calls, const emulator::Site&) {
-  multiply_warp<8>(calls, -126, [](unsigned word, float* value) {
-    *value = emulator::bit_cast<float>(word & ~0x1fffu);
-  });
+void multiply_tf32(const MatrixCalls& calls, const Site&) {
+  multiply_warp<8>(calls, -126,
+                   [](unsigned word, float* value) { *value = bit_cast<float>(word & ~0x1fffu); });
 }
 
 }  // namespace attention::ptx

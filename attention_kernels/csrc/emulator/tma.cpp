@@ -13,9 +13,10 @@
 
 namespace attention::ptx {
 
-[[noreturn]] inline void copy_failure(cudaError_t code, const emulator::Site& site,
-                                      const std::string& what) {
-  emulator::fail(code, (site.text().text + (": " + what)).c_str());
+inline void check_multiple_of_16(const void* to, const void* from, unsigned bytes,
+                                 const Site& site) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0)
+    fail(site, "addresses and size must be multiples of 16 bytes", cudaErrorMisalignedAddress);
 }
 
 inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
@@ -24,37 +25,49 @@ inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes
 }
 
 void proxy_fence() {
-  emulator::Block& block = *emulator::this_fiber().block;
+  Block& block = *this_fiber().block;
   block.in_flight.view.update(block.shared, block.launch->poison);
   if (block.races != nullptr) block.races->proxy_fence();
   show_barriers();
 }
 
 void global_proxy_fence() {
-  if (emulator::Races* const races = emulator::this_fiber().block->races)
-    races->global_proxy_fence();
+  if (Races* const races = this_fiber().block->races) races->global_proxy_fence();
 }
 
-void begin_copy(const emulator::BulkCopy& copy, const void* code) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  emulator::InFlight& in_flight = block.in_flight;
-  for (const emulator::BulkCopy& other : in_flight.copies) {
+void load_bytes(void* to, const void* from, unsigned bytes, Barrier* barrier, const void* code,
+                const Site& site) {
+  check_multiple_of_16(to, from, bytes, site);
+  if (Races* const races = this_fiber().block->races)
+    races->access(from, bytes, AccessKind::kFetch, code);
+  begin_copy({to, from, bytes, barrier, site}, code);
+}
+
+void begin_copy(const BulkCopy& copy, const void* code) {
+  check_use(static_cast<const Barrier*>(copy.barrier), copy.site);
+  receive_messages();
+  if (Races* const races = this_fiber().block->races) {
+    races->access(copy.to, copy.bytes, AccessKind::kCopy, code);
+    races->release(copy.barrier);  // the copy's last action
+  }
+  add_copy(copy, code);
+}
+
+void add_copy(const BulkCopy& copy, const void* code) {
+  Block& block = *this_fiber().block;
+  InFlight& in_flight = block.in_flight;
+  for (const BulkCopy& other : in_flight.copies)
     if (overlap(copy.to, copy.bytes, other.to, other.bytes))
-      copy_failure(cudaErrorLaunchFailure, copy.site,
-                   std::string("the destination is still written by ") + other.site.text().text);
-  }
-  for (const emulator::TileStore& store : in_flight.stores) {
+      fail(copy.site, "the destination is still written by " + to_string(other.site));
+  for (const TileStore& store : in_flight.stores)
     if (overlap(copy.to, copy.bytes, store.from, store.bytes.size()))
-      copy_failure(cudaErrorLaunchFailure, copy.site,
-                   std::string("the destination is still read by ") + store.site.text().text);
-  }
-  if (const emulator::Site* const product = product_that_reads(copy.to, copy.bytes))
-    copy_failure(cudaErrorLaunchFailure, copy.site,
-                 std::string("the destination is still read by ") + product->text().text);
+      fail(copy.site, "the destination is still read by " + to_string(store.site));
+  if (const Site* const product = product_that_reads(copy.to, copy.bytes))
+    fail(copy.site, "the destination is still read by " + to_string(*product));
   block.shared.fill(static_cast<unsigned char*>(copy.to), copy.bytes, block.launch->poison);
   in_flight.view.update(block.shared, block.launch->poison, copy.to, copy.bytes);
   in_flight.copies.push_back(copy);
-  if (emulator::on_copy != nullptr) emulator::on_copy(copy, /*is_store=*/false, code);
+  if (on_copy != nullptr) on_copy(copy, /*is_store=*/false, code);
 }
 
 // ---- Tensor maps --------------------------------------------------------------------------------
@@ -107,47 +120,42 @@ inline size_t swizzled(size_t offset, int swizzle) {
   return offset ^ ((offset >> 7 & ((1u << swizzle) - 1)) << 4);
 }
 
-inline void check_tile(const TensorMap& map, const void* tile, const emulator::Site& site) {
-  const emulator::Block& block = *emulator::this_fiber().block;
+inline void check_tile(const TensorMap& map, const void* tile, const Site& site) {
   const size_t alignment = map.swizzle == 0 ? 128 : 128u << map.swizzle;
   const auto* const first = static_cast<const unsigned char*>(tile);
-  if (!block.shared.has(first) || !block.shared.has(first + box_bytes(map) - 1))
-    copy_failure(cudaErrorIllegalAddress, site, "the tile is not in shared memory");
+  check_shared(first, "the tile", site);
+  check_shared(first + box_bytes(map) - 1, "the tile", site);
   if (reinterpret_cast<uintptr_t>(tile) % alignment != 0)
-    copy_failure(cudaErrorMisalignedAddress, site,
-                 "the tile is not at a multiple of " + std::to_string(alignment) + " bytes");
+    fail(site, "the tile is not at a multiple of " + std::to_string(alignment) + " bytes",
+         cudaErrorMisalignedAddress);
 }
 
 void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barrier,
-              const void* code, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
+              const void* code, const Site& site) {
+  Block& block = *this_fiber().block;
   check_tile(map, to, site);
-  check_use(barrier, site);
-  receive_messages();
   if (block.races != nullptr) {
     for_each_row(map, at, [&](size_t, const unsigned char* row, size_t, size_t bytes) {
-      if (bytes > 0) block.races->access(row, bytes, emulator::AccessKind::kFetch, code);
+      if (bytes > 0) block.races->access(row, bytes, AccessKind::kFetch, code);
     });
-    block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
-    block.races->release(barrier);  // the copy's last action
   }
   begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}}, code);
 }
 
 void load_box_to_blocks(unsigned blocks, void* to, const TensorMap& map, const int (&at)[4],
-                        Barrier* barrier, const void* code, const emulator::Site& site) {
-  const emulator::Block& self = *emulator::this_fiber().block;
+                        Barrier* barrier, const void* code, const Site& site) {
+  const Block& self = *this_fiber().block;
   const unsigned count = std::max(self.launch->cluster, 1u);
   if (blocks == 0 || blocks >> count != 0)
-    copy_failure(cudaErrorIllegalInstruction, site,
-                 "the mask " + std::to_string(blocks) + " is not of blocks of a cluster of " +
-                     std::to_string(count));
+    fail(site,
+         "the mask " + std::to_string(blocks) + " is not of blocks of a cluster of " +
+             std::to_string(count),
+         cudaErrorIllegalInstruction);
   check_tile(map, to, site);
-  if (!self.shared.has(barrier))
-    copy_failure(cudaErrorIllegalAddress, site, "the barrier is not in shared memory");
+  check_shared(barrier, "the barrier", site);
   for (unsigned block = 0; block < count; ++block) {
     if ((blocks >> block & 1) == 0) continue;
-    if (block == emulator::rank_of(self)) {
+    if (block == rank_of(self)) {
       load_box(to, map, at, barrier, code, site);
     } else {
       send(block, {to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}},
@@ -156,7 +164,7 @@ void load_box_to_blocks(unsigned blocks, void* to, const TensorMap& map, const i
   }
 }
 
-void fill_tile(const emulator::BulkCopy& copy) {
+void fill_tile(const BulkCopy& copy) {
   const auto& map = copy.map;
   const size_t width = map.box[0] * map.element_bytes;
   auto* const tile = static_cast<unsigned char*>(copy.to);
@@ -173,47 +181,22 @@ void fill_tile(const emulator::BulkCopy& copy) {
 // ---- Stores -------------------------------------------------------------------------------------
 
 inline void begin_store(const TensorMap& map, const int (&at)[4], const void* from,
-                        const void* code, const emulator::Site& site);
-
-void store_box(const TensorMap& map, const int (&at)[4], const void* from, const void* code,
-               const emulator::Site& site) {
-  check_tile(map, from, site);
-  begin_store(map, at, from, code, site);
-}
-
-void store_bytes(void* to, const void* from, unsigned bytes, const void* code,
-                 const emulator::Site& site) {
-  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0)
-    copy_failure(cudaErrorMisalignedAddress, site,
-                 "addresses and size must be multiples of 16 bytes");
-  if (!emulator::this_fiber().block->shared.has(from))
-    copy_failure(cudaErrorIllegalAddress, site, "the source is not in shared memory");
-  const TensorMap map{static_cast<unsigned char*>(to),
-                      {bytes, 1, 1, 1},
-                      {1, bytes, bytes, bytes},
-                      {static_cast<int>(bytes), 1, 1, 1},
-                      1,
-                      0};
-  begin_store(map, {0, 0, 0, 0}, from, code, site);
-}
-
-inline void begin_store(const TensorMap& map, const int (&at)[4], const void* from,
-                        const void* code, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  emulator::InFlight& in_flight = block.in_flight;
+                        const void* code, const Site& site) {
+  Block& block = *this_fiber().block;
+  InFlight& in_flight = block.in_flight;
   if (*std::min_element(at, at + 4) < 0)
-    copy_failure(cudaErrorIllegalInstruction, site, "a coordinate is negative");
+    fail(site, "a coordinate is negative", cudaErrorIllegalInstruction);
   const auto* const tile = static_cast<const unsigned char*>(from);
   const size_t bytes = box_bytes(map);
-  if (block.races != nullptr) block.races->access(from, bytes, emulator::AccessKind::kFetch, code);
+  if (block.races != nullptr) block.races->access(from, bytes, AccessKind::kFetch, code);
   check_visible(tile, bytes, site);
-  if (emulator::on_copy != nullptr) {
-    emulator::on_copy(
+  if (on_copy != nullptr) {
+    on_copy(
         {const_cast<void*>(from), nullptr, bytes, nullptr, site, map, {at[0], at[1], at[2], at[3]}},
         /*is_store=*/true, code);
   }
   in_flight.store_groups.resize(block.threads);
-  const unsigned thread = emulator::this_fiber().thread;
+  const unsigned thread = this_fiber().thread;
   in_flight.stores.push_back({thread,
                               in_flight.store_groups[thread],
                               tile,
@@ -224,40 +207,56 @@ inline void begin_store(const TensorMap& map, const int (&at)[4], const void* fr
                               code});
 }
 
+void store_box(const TensorMap& map, const int (&at)[4], const void* from, const void* code,
+               const Site& site) {
+  check_tile(map, from, site);
+  begin_store(map, at, from, code, site);
+}
+
+void store_bytes(void* to, const void* from, unsigned bytes, const void* code, const Site& site) {
+  check_multiple_of_16(to, from, bytes, site);
+  check_shared(from, "the source", site);
+  const TensorMap map{static_cast<unsigned char*>(to),
+                      {bytes, 1, 1, 1},
+                      {1, bytes, bytes, bytes},
+                      {static_cast<int>(bytes), 1, 1, 1},
+                      1,
+                      0};
+  begin_store(map, {0, 0, 0, 0}, from, code, site);
+}
+
 void end_store_group() {
-  const emulator::Fiber& self = emulator::this_fiber();
+  const Fiber& self = this_fiber();
   self.block->in_flight.store_groups.resize(self.block->threads);
   ++self.block->in_flight.store_groups[self.thread];
 }
 
-inline void finish(const emulator::TileStore& store) {
+inline void finish(const TileStore& store) {
   if (!std::equal(store.bytes.begin(), store.bytes.end(), store.from))
-    copy_failure(cudaErrorLaunchFailure, store.site,
-                 "the tile was changed before it had been read");
+    fail(store.site, "the tile was changed before it had been read");
   const auto& map = store.map;
-  emulator::Races* const races = emulator::this_fiber().block->races;
+  Races* const races = this_fiber().block->races;
   for_each_row(map, store.at,
                [&](size_t offset, const unsigned char* to, size_t skipped, size_t bytes) {
                  auto* const row = const_cast<unsigned char*>(to);
                  if (races != nullptr && bytes > 0)
-                   races->access(row, bytes, emulator::AccessKind::kCopy, store.code);
+                   races->access(row, bytes, AccessKind::kCopy, store.code);
                  for (size_t i = 0; i < bytes; ++i)
                    row[i] = store.bytes[swizzled(offset + skipped + i, map.swizzle)];
                });
 }
 
 void finish_stores(unsigned groups) {
-  const emulator::Fiber& self = emulator::this_fiber();
-  emulator::InFlight& in_flight = self.block->in_flight;
+  const Fiber& self = this_fiber();
+  InFlight& in_flight = self.block->in_flight;
   in_flight.store_groups.resize(self.block->threads);
-  const auto is_due = [&](const emulator::TileStore& store) {
+  const auto is_due = [&](const TileStore& store) {
     return store.thread == self.thread &&
            store.group + groups < in_flight.store_groups[self.thread];
   };
-  for (const emulator::TileStore& store : in_flight.stores)
+  for (const TileStore& store : in_flight.stores)
     if (is_due(store)) finish(store);
-  in_flight.stores.erase(std::remove_if(in_flight.stores.begin(), in_flight.stores.end(), is_due),
-                         in_flight.stores.end());
+  erase_if(in_flight.stores, is_due);
 }
 
 }  // namespace attention::ptx
@@ -267,19 +266,17 @@ namespace attention::emulator {
 std::string left_by(const InFlight& in_flight, unsigned thread, bool is_last) {
   for (const TileStore& store : in_flight.stores) {
     if (store.thread == thread)
-      return std::string("the thread ends while ") + store.site.text().text +
+      return "the thread ends while " + to_string(store.site) +
              (store.group < in_flight.store_groups[thread] ? " reads its tile"
                                                            : " is not in a group");
   }
   if (thread / kWarpSize < in_flight.products.size()) {
     const ProductsOfWarp& mine = in_flight.products[thread / kWarpSize];
     if (!mine.products.empty())
-      return std::string("the thread ends before ") + mine.products[0].site.text().text +
-             " is complete";
+      return "the thread ends before " + to_string(mine.products[0].site) + " is complete";
   }
   if (is_last && !in_flight.copies.empty())
-    return std::string("the block ends before ") + in_flight.copies[0].site.text().text +
-           " is complete";
+    return "the block ends before " + to_string(in_flight.copies[0].site) + " is complete";
   return "";
 }
 

@@ -23,13 +23,12 @@ namespace ptx {
 // Defined in tma.cpp.
 bool is_valid(const TensorMap& map);
 void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barrier,
-              const void* code, const emulator::Site& site);
+              const void* code, const Site& site);
 void load_box_to_blocks(unsigned blocks, void* to, const TensorMap& map, const int (&at)[4],
-                        Barrier* barrier, const void* code, const emulator::Site& site);
+                        Barrier* barrier, const void* code, const Site& site);
 void store_box(const TensorMap& map, const int (&at)[4], const void* from, const void* code,
-               const emulator::Site& site);
-void store_bytes(void* to, const void* from, unsigned bytes, const void* code,
-                 const emulator::Site& site);
+               const Site& site);
+void store_bytes(void* to, const void* from, unsigned bytes, const void* code, const Site& site);
 void end_store_group();
 void finish_stores(unsigned groups);
 }  // namespace ptx
