@@ -129,47 +129,45 @@ inline __half2 make_half2(__half x, __half y) { return {x, y}; }
 inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
 inline __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
 
-// Functions whose names do not differ by type.
-#define ATTENTION_EMULATOR_BINARY(name, expression)                                                \
-  template <typename Format>                                                                       \
-  auto __h##name(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b) { \
-    return expression;                                                                             \
-  }                                                                                                \
-  template <typename Format>                                                                       \
-  attention::emulator::Float16x2<Format> __h##name##2(attention::emulator::Float16x2<Format> a,    \
-                                                      attention::emulator::Float16x2<Format> b) {  \
-    return {__h##name(a.x, b.x), __h##name(a.y, b.y)};                                             \
+// Functions whose names do not differ by type, found by that of their arguments.
+namespace attention::emulator {
+
+#define ATTENTION_EMULATOR_BINARY(name, expression)                          \
+  template <typename Format>                                                 \
+  auto __h##name(Float16<Format> a, Float16<Format> b) {                     \
+    return expression;                                                       \
+  }                                                                          \
+  template <typename Format>                                                 \
+  Float16x2<Format> __h##name##2(Float16x2<Format> a, Float16x2<Format> b) { \
+    return {__h##name(a.x, b.x), __h##name(a.y, b.y)};                       \
   }
 ATTENTION_EMULATOR_BINARY(add, a + b)
 ATTENTION_EMULATOR_BINARY(sub, a - b)
 ATTENTION_EMULATOR_BINARY(mul, a* b)
-ATTENTION_EMULATOR_BINARY(max, attention::emulator::Float16<Format>(std::fmax(float(a), float(b))))
-ATTENTION_EMULATOR_BINARY(min, attention::emulator::Float16<Format>(std::fmin(float(a), float(b))))
+ATTENTION_EMULATOR_BINARY(max, Float16<Format>(std::fmax(float(a), float(b))))
+ATTENTION_EMULATOR_BINARY(min, Float16<Format>(std::fmin(float(a), float(b))))
 #undef ATTENTION_EMULATOR_BINARY
 
 template <typename Format>
-auto __hfma(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b,
-            attention::emulator::Float16<Format> c) {
-  return attention::emulator::Float16<Format>(std::fma(double(a), double(b), double(c)));
+auto __hfma(Float16<Format> a, Float16<Format> b, Float16<Format> c) {
+  return Float16<Format>(std::fma(double(a), double(b), double(c)));
 }
 template <typename Format>
-attention::emulator::Float16x2<Format> __hfma2(attention::emulator::Float16x2<Format> a,
-                                               attention::emulator::Float16x2<Format> b,
-                                               attention::emulator::Float16x2<Format> c) {
+Float16x2<Format> __hfma2(Float16x2<Format> a, Float16x2<Format> b, Float16x2<Format> c) {
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
 // Functions of one number and of a pair; comparisons, which are false if one is a NaN.
-#define ATTENTION_EMULATOR_UNARY(name, expression)           \
-  template <typename Format>                                 \
-  auto name(attention::emulator::Float16<Format> v) {        \
-    const float x = v;                                       \
-    return attention::emulator::Float16<Format>(expression); \
+#define ATTENTION_EMULATOR_UNARY(name, expression) \
+  template <typename Format>                       \
+  auto name(Float16<Format> v) {                   \
+    const float x = v;                             \
+    return Float16<Format>(expression);            \
   }
-#define ATTENTION_EMULATOR_UNARIES(name, name2, expression)                                \
-  ATTENTION_EMULATOR_UNARY(name, expression)                                               \
-  template <typename Format>                                                               \
-  attention::emulator::Float16x2<Format> name2(attention::emulator::Float16x2<Format> v) { \
-    return {name(v.x), name(v.y)};                                                         \
+#define ATTENTION_EMULATOR_UNARIES(name, name2, expression) \
+  ATTENTION_EMULATOR_UNARY(name, expression)                \
+  template <typename Format>                                \
+  Float16x2<Format> name2(Float16x2<Format> v) {            \
+    return {name(v.x), name(v.y)};                          \
   }
 ATTENTION_EMULATOR_UNARIES(__hneg, __hneg2, -x)
 ATTENTION_EMULATOR_UNARIES(__habs, __habs2, std::fabs(x))
@@ -184,11 +182,11 @@ ATTENTION_EMULATOR_UNARIES(htanh, h2tanh, std::tanh(x))
 #undef ATTENTION_EMULATOR_UNARIES
 #undef ATTENTION_EMULATOR_UNARY
 
-#define ATTENTION_EMULATOR_COMPARISON(name, expression)                                            \
-  template <typename Format>                                                                       \
-  bool __h##name(attention::emulator::Float16<Format> v, attention::emulator::Float16<Format> w) { \
-    const float a = v, b = w;                                                                      \
-    return expression;                                                                             \
+#define ATTENTION_EMULATOR_COMPARISON(name, expression)  \
+  template <typename Format>                             \
+  bool __h##name(Float16<Format> v, Float16<Format> w) { \
+    const float a = v, b = w;                            \
+    return expression;                                   \
   }
 ATTENTION_EMULATOR_COMPARISON(eq, a == b)
 ATTENTION_EMULATOR_COMPARISON(ne, a<b || a> b)
@@ -198,15 +196,17 @@ ATTENTION_EMULATOR_COMPARISON(gt, a > b)
 ATTENTION_EMULATOR_COMPARISON(ge, a >= b)
 #undef ATTENTION_EMULATOR_COMPARISON
 template <typename Format>
-bool __hisnan(attention::emulator::Float16<Format> v) {
+bool __hisnan(Float16<Format> v) {
   return std::isnan(float(v));
 }
 
 template <typename Format>
-float __low2float(attention::emulator::Float16x2<Format> v) {
+float __low2float(Float16x2<Format> v) {
   return v.x;
 }
 template <typename Format>
-float __high2float(attention::emulator::Float16x2<Format> v) {
+float __high2float(Float16x2<Format> v) {
   return v.y;
 }
+
+}  // namespace attention::emulator

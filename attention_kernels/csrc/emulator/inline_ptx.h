@@ -54,8 +54,8 @@ To bits(const From& from) {
   return bit_cast<To>(from);
 }
 
-// Returns a register, or a number, as an instruction of type T reads it. One that is too narrow is an
-// error of the overload resolution, which names the kernel's line.
+// Returns a register, or a number, as an instruction of type T reads it. One that is too narrow is
+// an error of the overload resolution, which names the kernel's line.
 template <typename T, typename From, typename = std::enable_if_t<sizeof(From) >= sizeof(T)>>
 constexpr T get(const From& from) {
   constexpr bool kIsNumber = std::is_floating_point_v<From> && std::is_floating_point_v<T>;
@@ -105,14 +105,8 @@ template <char kConstraint, typename To,
 constexpr To& output(To& to) {
   return to;
 }
-template <typename T>
-constexpr auto constant(T value) {
-  if constexpr (std::is_pointer_v<T>) {
-    return value;
-  } else {
-    return static_cast<int64_t>(value);
-  }
-}
+constexpr const char* constant(const char* value) { return value; }
+constexpr int64_t constant(int64_t value) { return value; }
 
 constexpr bool same(const char* a, const char* b) {
   while (*a != 0 && *a == *b) ++a, ++b;
@@ -120,10 +114,8 @@ constexpr bool same(const char* a, const char* b) {
 }
 
 inline Fiber& self() { return this_fiber(); }
-inline unsigned rank() {
-  return self().block->number % std::max(self().block->launch->cluster, 1u);
-}
-inline unsigned blocks_of_cluster() { return std::max(self().block->launch->cluster, 1u); }
+inline unsigned rank() { return rank_of(*self().block); }
+inline unsigned blocks_of_cluster() { return self().block->launch->blocks_of_cluster(); }
 inline unsigned processors() { return std::max(Device::emulated().multiprocessors, 1); }
 // Barriers with a result are for the whole block.
 inline int zero(int barrier, int result, ATTENTION_EMULATOR_SITE) {
@@ -177,34 +169,27 @@ inline const TensorMap& map(uint64_t pointer) {
   return *reinterpret_cast<const TensorMap*>(pointer);
 }
 
-// Returns what an address points to, in a state space such as ".shared::cta".
-inline void* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
-  return *space != 0 && space[1] == 's' ? shared(address, file, line)
-                                        : reinterpret_cast<void*>(address);
-}
-template <typename T>
-T* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
-  return static_cast<T*>(at(space, address, file, line));
-}
-template <typename T, int kCount>
-Pack<T, kCount>* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
-  return static_cast<Pack<T, kCount>*>(at(space, address, file, line));
+// Returns what an address points to, in a state space such as ".shared::cta": a T, or several.
+template <typename T = void, int kCount = 0>
+auto* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
+  void* const memory = *space != 0 && space[1] == 's' ? shared(address, file, line)
+                                                      : reinterpret_cast<void*>(address);
+  return static_cast<std::conditional_t<kCount == 0, T, Pack<T, kCount>>*>(memory);
 }
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
-// Calls a function for a number, or for both of a pair.
-template <typename Function, typename T>
-T each(Function function, T a) {
-  if constexpr (std::is_floating_point_v<T>) {
-    return function(a);
-  } else {
-    return T(function(float(a)));
-  }
+// Calls a function for numbers, or for both numbers of pairs.
+template <typename Function, typename T, typename... More>
+T each(Function function, T a, More... more) {
+  if constexpr (std::is_same_v<T, double>)
+    return function(a, more...);
+  else
+    return T(function(float(a), float(more)...));
 }
-template <typename Function, typename Format>
-auto each(Function function, Float16x2<Format> a) {
-  return Float16x2<Format>{each(function, a.x), each(function, a.y)};
+template <typename Function, typename Format, typename... More>
+auto each(Function function, Float16x2<Format> a, More... more) {
+  return Float16x2<Format>{each(function, a.x, more.x...), each(function, a.y, more.y...)};
 }
 
 template <typename T>
@@ -225,22 +210,16 @@ T apply(const char* name, T a) {
       a);
 }
 
-#define ATTENTION_EMULATOR_CHOICE(name, half, sign) \
-  template <typename T>                             \
-  T name(T a, T b) {                                \
-    if constexpr (std::is_floating_point_v<T>)      \
-      return std::f##half(a, b);                    \
-    else if constexpr (std::is_integral_v<T>)       \
-      return b sign a ? b : a;                      \
-    else if constexpr (sizeof(T) == 2)              \
-      return __h##half(a, b);                       \
-    else                                            \
-      return __h##half##2(a, b);                    \
-  }
-ATTENTION_EMULATOR_CHOICE(smaller, min, <)
-ATTENTION_EMULATOR_CHOICE(larger, max, >)
-#undef ATTENTION_EMULATOR_CHOICE
-
+template <typename T>
+T smaller(T a, T b) {
+  if constexpr (std::is_integral_v<T>) return min(a, b);
+  return each([](auto x, auto y) { return std::fmin(x, y); }, a, b);
+}
+template <typename T>
+T larger(T a, T b) {
+  if constexpr (std::is_integral_v<T>) return max(a, b);
+  return each([](auto x, auto y) { return std::fmax(x, y); }, a, b);
+}
 template <typename T>
 T fused(T a, T b, T c) {
   if constexpr (std::is_floating_point_v<T>)
@@ -251,13 +230,6 @@ T fused(T a, T b, T c) {
     return __hfma2(a, b, c);
 }
 
-template <typename T>
-T inverted(T a) {
-  if constexpr (std::is_same_v<T, bool>)
-    return !a;
-  else
-    return static_cast<T>(~a);
-}
 template <typename T>
 T shifted_right(T a, unsigned count) {
   if (count >= 8 * sizeof(T)) return a < 0 ? static_cast<T>(-1) : T{0};
@@ -440,8 +412,8 @@ T updated(const char* how, T old, T value) {
   }
   return value;
 }
-// With a name in the site, a thread that repeats it in vain waits. A maximum that changes nothing is no
-// reason to.
+// With a name in the site, a thread that repeats it in vain waits. A maximum that changes nothing
+// is no reason to.
 template <typename T>
 ATTENTION_EMULATOR_INLINE T atomic(const char* how, T* address, T value, Scope scope,
                                    Site site = {nullptr, nullptr, 0}) {
@@ -460,49 +432,32 @@ ATTENTION_EMULATOR_INLINE int reduce(const char* how, T* address, const Pack<T, 
 template <typename Valid>
 uint32_t shuffled(char how, uint32_t a, uint32_t b, uint32_t c, uint32_t mask, Valid& valid,
                   ATTENTION_EMULATOR_SITE) {
-  const unsigned lane = self().thread % 32, segment = c >> 8 & 31;
-  const unsigned first = lane & segment, last = first | (c & 31 & ~segment);
-  b &= 31;
-  const unsigned source = how == 'u'   ? lane - b
-                          : how == 'd' ? lane + b
-                          : how == 'b' ? lane ^ b
-                                       : first | (b & ~segment);
-  const bool is_valid = how == 'u' ? int(source) >= int(last) : source <= last;
+  bool is_valid;
+  const unsigned source = shuffle_source(how, b, c, is_valid);
   set<bool>(valid, is_valid);
-  const Site site{"shfl", file, line};
-  return static_cast<uint32_t>(
-      wait_for_warp(WarpOp::kShuffle, mask, a, is_valid ? source : lane, site));
+  return exchange(mask, a, source, {"shfl", file, line});
 }
 // Calls function(lane, value) for the value of each lane in the mask.
-template <typename Function>
-void for_each_lane(uint32_t value, uint32_t mask, const Site& site, Function function) {
+template <typename T, typename Function>
+void for_each_lane(T value, uint32_t mask, const Site& site, Function function) {
   for (unsigned lane = 0; lane < 32; ++lane)
-    if (mask >> lane & 1)
-      function(lane,
-               static_cast<uint32_t>(wait_for_warp(WarpOp::kShuffle, mask, value, lane, site)));
+    if (mask >> lane & 1) function(lane, exchange(mask, value, lane, site));
 }
 template <typename T>
 T reduced(const char* how, T value, uint32_t mask, ATTENTION_EMULATOR_SITE) {
   T sum{};
   bool is_first = true;
-  for_each_lane(static_cast<uint32_t>(value), mask, {"redux", file, line},
-                [&](unsigned, uint32_t other) {
-                  sum = std::exchange(is_first, false) ? T(other) : updated(how, sum, T(other));
-                });
+  for_each_lane(value, mask, {"redux", file, line}, [&](unsigned, T other) {
+    sum = std::exchange(is_first, false) ? other : updated(how, sum, other);
+  });
   return sum;
 }
 template <typename T>
 uint32_t matching(T value, uint32_t mask, ATTENTION_EMULATOR_SITE) {
-  uint32_t same_low = 0, same_high = 0;
-  const uint64_t wide = value;
-  const Site site{"match", file, line};
-  for_each_lane(uint32_t(wide), mask, site, [&](unsigned lane, uint32_t other) {
-    same_low |= uint32_t{other == uint32_t(wide)} << lane;
-  });
-  for_each_lane(uint32_t(wide >> 32), mask, site, [&](unsigned lane, uint32_t other) {
-    same_high |= uint32_t{other == uint32_t(wide >> 32)} << lane;
-  });
-  return same_low & same_high;
+  uint32_t same = 0;
+  for_each_lane(value, mask, {"match", file, line},
+                [&](unsigned lane, T other) { same |= uint32_t{other == value} << lane; });
+  return same;
 }
 template <typename T, typename Match>
 uint32_t all_matching(T value, uint32_t mask, Match& match, ATTENTION_EMULATOR_SITE) {
@@ -521,8 +476,8 @@ uint32_t elected(uint32_t mask, Leads& leads, ATTENTION_EMULATOR_SITE) {
   return leader;
 }
 
-// sums += A B for a warp, in bytes: A is 16 x 32, B 32 x 8. A register of A or B has four bytes along
-// k; otherwise their places are as in mma().
+// sums += A B for a warp, in bytes: A is 16 x 32, B 32 x 8. A register of A or B has four bytes
+// along k; otherwise their places are as in mma().
 template <bool kSignedA, bool kSignedB>
 void mma_int8(int (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
               ATTENTION_EMULATOR_SITE) {
@@ -573,11 +528,6 @@ inline uint64_t expect_at(uint64_t address, unsigned bytes, ATTENTION_EMULATOR_S
   const uint64_t phase = phase_of(barrier);
   barrier_expect(barrier, bytes, file, line);
   return phase;
-}
-
-__attribute__((noinline)) inline void store_bulk(void* to, const void* from, unsigned bytes,
-                                                 ATTENTION_EMULATOR_SITE) {
-  store_bytes(to, from, bytes, __builtin_return_address(0), {"cp.async.bulk", file, line});
 }
 
 template <int kSums>

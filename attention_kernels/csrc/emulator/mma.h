@@ -64,9 +64,7 @@ __attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site
   Block& block = *self.block;
   const Warp& warp = *block.warp;
   const unsigned lane = self.thread % kWarpSize;
-  if (warp.exists != ~0u) {
-    fail(site, "the warp has fewer than 32 threads");
-  }
+  if (warp.exists != ~0u) fail(site, "the warp has fewer than 32 threads");
   if (warp.waiting != ~(1u << lane)) return false;
   for (unsigned other = 0; other < kWarpSize; ++other) {
     if (other == lane) {
@@ -77,8 +75,7 @@ __attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site
     if (wait.op != WarpOp::kMatrix || wait.site->line != site.line ||
         std::strcmp(wait.site->name, site.name) != 0 ||
         std::strcmp(wait.site->file, site.file) != 0) {
-      block.record_divergence(site, *wait.site, *warp.fibers[other]);
-      block.abandon();
+      Block::fail_by_divergence(site, *wait.site, *warp.fibers[other]);
     }
     calls[other] = reinterpret_cast<const MatrixCall*>(wait.value);
     if (calls[other]->memory != call.memory || calls[other]->layout != call.layout ||
@@ -101,6 +98,8 @@ ATTENTION_EMULATOR_INLINE void meet(const MatrixCall& call, const Site& site,
 }  // namespace attention::emulator
 
 namespace nvcuda::wmma {
+
+namespace emulator = attention::emulator;
 
 enum layout_t { mem_row_major, mem_col_major };
 struct row_major;
@@ -139,11 +138,10 @@ class fragment {
   static constexpr unsigned kColumns = kIsA ? k : n;
   static constexpr unsigned kOwn = kRows * kColumns / 32;  // elements, without duplicates
   static constexpr layout_t kLayout = kIsRowMajor ? mem_row_major : mem_col_major;
-  static attention::emulator::Position position(unsigned lane, unsigned i) {
-    const bool ampere = attention::emulator::this_fiber().block->launch->arch >= 80;
+  static emulator::Position position(unsigned lane, unsigned i) {
+    const bool ampere = emulator::this_fiber().block->launch->arch >= 80;
     // Below sm_80 a lane holds different elements of matrix_a than of an accumulator.
-    return attention::emulator::position<kRows, kColumns, kIsB>(lane, i ^ (kIsA && !ampere),
-                                                                ampere);
+    return emulator::position<kRows, kColumns, kIsB>(lane, i ^ (kIsA && !ampere), ampere);
   }
 };
 
@@ -153,9 +151,8 @@ namespace attention::emulator {
 
 template <typename T>
 void check_matrix(const T* memory, unsigned leading_dimension, const Site& site) {
-  if (reinterpret_cast<uintptr_t>(memory) % 32 != 0) {
+  if (reinterpret_cast<uintptr_t>(memory) % 32 != 0)
     fail(site, "the pointer is not aligned to 32 bytes", cudaErrorMisalignedAddress);
-  }
   if (leading_dimension * sizeof(T) % 16 != 0) {
     fail(site,
          sizeof(T) == 2 ? "the leading dimension is not a multiple of 8 halfs"
@@ -189,9 +186,8 @@ ATTENTION_EMULATOR_INLINE void load_matrix(Fragment& fragment, const T* memory,
   for (unsigned i = 0; i < Fragment::num_elements; ++i) {
     same &= std::memcmp(&fragment.x[i], &memory[offsets[i]], sizeof(T)) == 0;
   }
-  if (!same) {
+  if (!same)
     fail(site, "another thread writes to the matrix at the same time: a barrier is missing");
-  }
 }
 
 // Gathers a matrix from the lanes' fragments. Returns a complaint, or null.
@@ -250,16 +246,14 @@ ATTENTION_EMULATOR_INLINE void load_matrix_sync(fragment<Use, m, n, k, T, Layout
                                                 std::common_type_t<const T*> memory,
                                                 unsigned leading_dimension,
                                                 ATTENTION_EMULATOR_SITE) {
-  attention::emulator::load_matrix(f, memory, leading_dimension, f.kLayout,
-                                   {"load_matrix_sync", file, line});
+  emulator::load_matrix(f, memory, leading_dimension, f.kLayout, {"load_matrix_sync", file, line});
 }
 template <int m, int n, int k, typename T>
 ATTENTION_EMULATOR_INLINE void load_matrix_sync(fragment<accumulator, m, n, k, T>& f,
                                                 std::common_type_t<const T*> memory,
                                                 unsigned leading_dimension, layout_t layout,
                                                 ATTENTION_EMULATOR_SITE) {
-  attention::emulator::load_matrix(f, memory, leading_dimension, layout,
-                                   {"load_matrix_sync", file, line});
+  emulator::load_matrix(f, memory, leading_dimension, layout, {"load_matrix_sync", file, line});
 }
 
 template <int m, int n, int k, typename T>
@@ -268,11 +262,11 @@ ATTENTION_EMULATOR_INLINE void store_matrix_sync(std::common_type_t<T*> memory,
                                                  unsigned leading_dimension, layout_t layout,
                                                  ATTENTION_EMULATOR_SITE) {
   using Fragment = fragment<accumulator, m, n, k, T>;
-  const attention::emulator::Site site{"store_matrix_sync", file, line};
-  attention::emulator::check_matrix(memory, leading_dimension, site);
-  attention::emulator::meet({memory, leading_dimension, layout, {}}, site);
+  const emulator::Site site{"store_matrix_sync", file, line};
+  emulator::check_matrix(memory, leading_dimension, site);
+  emulator::meet({memory, leading_dimension, layout, {}}, site);
   size_t offsets[Fragment::num_elements];
-  attention::emulator::element_offsets<Fragment>(offsets, leading_dimension, layout);
+  emulator::element_offsets<Fragment>(offsets, leading_dimension, layout);
   for (int i = 0; i < Fragment::num_elements; ++i) memory[offsets[i]] = f.x[i];
 }
 
@@ -284,9 +278,8 @@ ATTENTION_EMULATOR_INLINE void mma_sync(fragment<accumulator, m, n, k, D>& d,
                                         const fragment<matrix_b, m, n, k, T, LayoutB>& b,
                                         const fragment<accumulator, m, n, k, C>& c,
                                         ATTENTION_EMULATOR_SITE) {
-  attention::emulator::meet(
-      {nullptr, 0, 0, {&d, &a, &b, &c}}, {"mma_sync", file, line},
-      attention::emulator::multiply<std::decay_t<decltype(d)>, std::decay_t<decltype(a)>,
+  emulator::meet({nullptr, 0, 0, {&d, &a, &b, &c}}, {"mma_sync", file, line},
+                 emulator::multiply<std::decay_t<decltype(d)>, std::decay_t<decltype(a)>,
                                     std::decay_t<decltype(b)>, std::decay_t<decltype(c)>>);
 }
 

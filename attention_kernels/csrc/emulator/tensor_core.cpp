@@ -1,11 +1,7 @@
-// The arithmetic of ptx.h's mma and mma_tf32, equal to that of Hopper's tensor cores bit for bit.
-// Each product is exact. Products and the old sum are truncated two bits below the last place of
-// the largest of them, then added, and the total is truncated to a float. The exponent of a product
-// is the sum of its factors' exponents.
-
-#include "ptx.h"
-
-#pragma GCC visibility push(hidden)
+// What ptx.h's matrix functions do for a whole warp. mma() and mma_tf32() are equal to Hopper's
+// tensor cores bit for bit. Each product is exact. Products and the old sum are truncated two bits
+// below the last place of the largest of them, then added, and the total is truncated to a float.
+// The exponent of a product is the sum of its factors' exponents.
 
 namespace attention::ptx {
 
@@ -118,6 +114,31 @@ void multiply_tf32(const MatrixCalls& calls, const Site&) {
                    [](unsigned word, float* value) { *value = bit_cast<float>(word & ~0x1fffu); });
 }
 
-}  // namespace attention::ptx
+// Moves the elements between the lanes' rows and registers.
+void move_elements(const MatrixCalls& calls, const Site&) {
+  const auto of = [&](unsigned lane) -> MatrixAccess& {
+    return *static_cast<MatrixAccess*>(const_cast<void*>(calls[lane]->fragments[0]));
+  };
+  const auto [row, x, count, is_transposed, stores] = of(0);
+  for (unsigned i = 0; i < count; ++i) {
+    for (unsigned r = 0; r < 8; ++r) {
+      for (unsigned c = 0; c < 8; ++c) {
+        uint16_t& element = of(8 * i + (is_transposed ? c : r)).row.elements[is_transposed ? r : c];
+        unsigned& pair = of(4 * r + c / 2).x[i];
+        const unsigned shift = c % 2 * 16;
+        if (stores)
+          element = static_cast<uint16_t>(pair >> shift);
+        else
+          pair = (pair & ~(0xffffu << shift)) | unsigned{element} << shift;
+      }
+    }
+  }
+}
 
-#pragma GCC visibility pop
+void check_row(const void* row, const Site& site) {
+  if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
+    fail(site, "a row does not begin at a multiple of 16 bytes", cudaErrorMisalignedAddress);
+  check_shared(row, "a row", site);
+}
+
+}  // namespace attention::ptx

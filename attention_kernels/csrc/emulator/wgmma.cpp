@@ -1,14 +1,5 @@
 // Products of a warpgroup: see wgmma.h. Each warp computes its 16 rows.
 
-#include "wgmma.h"
-
-#include <algorithm>
-#include <string>
-
-#include "report.h"
-
-#pragma GCC visibility push(hidden)
-
 namespace attention::ptx {
 
 constexpr uint32_t kPoisonSum = 0x7fa5e1f5;  // a signaling NaN: no computation leaves it as it is
@@ -17,21 +8,20 @@ constexpr unsigned kRows = 16;  // of a warp
 
 inline ProductsOfWarp& products_of_warp() {
   const Fiber& self = this_fiber();
-  auto& all = self.block->in_flight.products;
-  if (all.empty()) all.resize(self.block->warp_count);
-  return all[self.thread / kWarpSize];
+  return self.block->in_flight.products[self.thread / kWarpSize];
 }
 
-unsigned shared_address(const void* pointer, const Site& site) {
-  check_shared(pointer, "the tile", site);
-  return this_fiber().block->shared.address_of(pointer);
+uint64_t matrix_descriptor(const void* tile, unsigned next_columns, const char* file, int line) {
+  constexpr uint64_t kEightRows = 1024, kSwizzle128 = 1;
+  check_shared(tile, "the tile", {"matrix_descriptor", file, line});
+  return this_fiber().block->shared.address_of(tile) >> 4 | uint64_t{next_columns >> 4} << 16 |
+         kEightRows >> 4 << 32 | kSwizzle128 << 62;
 }
 
 void check_visible(const unsigned char* bytes, size_t count, const Site& site) {
-  Block& block = *this_fiber().block;
+  const Block& block = *this_fiber().block;
   const int writer = block.races == nullptr ? -1 : block.races->unfenced_writer(bytes, count);
-  if (writer >= 0 ||
-      !block.in_flight.view.has_seen(block.shared, block.launch->poison, bytes, count))
+  if (writer >= 0 || !is_shown(bytes, count))
     fail(site, "threads have written " +
                    describe(block.shared, reinterpret_cast<uintptr_t>(bytes)) +
                    " or near it, without a proxy_fence() after it");
@@ -39,36 +29,29 @@ void check_visible(const unsigned char* bytes, size_t count, const Site& site) {
 
 // ---- Registers ----------------------------------------------------------------------------------
 
-void note_fence(const Registers (&registers)[4]) {
-  const Fiber& self = this_fiber();
-  auto& all = self.block->in_flight.fenced;
-  if (all.empty()) all.resize(self.block->threads);
-  auto& mine = all[self.thread];
-  for (const Registers& one : registers) {
+void multiply_fence(Registers a, Registers b, Registers c, Registers d, const char* file,
+                    int line) {
+  auto& mine = this_fiber().block->own().fenced;
+  for (const Registers& one : {a, b, c, d}) {
     if (one.bytes == 0) continue;
     erase_if(mine, [&](const FencedRegisters& fenced) { return fenced.registers == one.first; });
     const auto* const bytes = static_cast<const unsigned char*>(one.first);
     mine.push_back({bytes, {bytes, bytes + one.bytes}});
   }
+  meet({}, {"multiply_fence", file, line});
 }
 
 // The registers may be accessed from now on.
 inline void forget_fence(unsigned thread, const float* registers) {
-  auto& all = this_fiber().block->in_flight.fenced;
-  if (all.empty()) return;
-  auto& fences = all[thread];
   const auto has = [&](const FencedRegisters& fenced) {
     return reinterpret_cast<uintptr_t>(registers) - reinterpret_cast<uintptr_t>(fenced.registers) <
            fenced.content.size();
   };
-  erase_if(fences, has);
+  erase_if(this_fiber().block->in_flight.threads[thread].fenced, has);
 }
 
 inline bool is_fenced(const void* registers, size_t bytes) {
-  const Fiber& self = this_fiber();
-  const auto& all = self.block->in_flight.fenced;
-  if (all.empty()) return false;
-  for (const FencedRegisters& fenced : all[self.thread]) {
+  for (const FencedRegisters& fenced : this_fiber().block->own().fenced) {
     const size_t offset = static_cast<const unsigned char*>(registers) -
                           static_cast<const unsigned char*>(fenced.registers);
     if (offset < fenced.content.size() && bytes <= fenced.content.size() - offset &&
@@ -96,18 +79,13 @@ inline bool has_same_values(const ProductCall& call, unsigned lane) {
   return false;
 }
 
-void fence_all() {
-  const Fiber& self = this_fiber();
-  self.block->in_flight.lacks_fence.resize(self.block->threads, true);
-  self.block->in_flight.lacks_fence[self.thread] = false;
-}
+void fence_all() { this_fiber().block->own().lacks_fence = false; }
 
-void check_fenced(const ProductCall& call, const Site& site) {
+inline void check_fenced(const ProductCall& call, const Site& site) {
   const unsigned lane = this_fiber().thread % kWarpSize;
   if (call.each != nullptr) {
-    const auto& lacks = this_fiber().block->in_flight.lacks_fence;
     if (sums_in_flight(call.sums, lane) == nullptr && !has_same_values(call, lane) &&
-        (lacks.empty() || lacks[this_fiber().thread]))
+        this_fiber().block->own().lacks_fence)
       fail(site, "the sums have been accessed, and no wgmma.fence was executed since");
     return;
   }
@@ -162,26 +140,19 @@ inline const unsigned char* chunk_at(const Tile& tile, unsigned offset, const Si
   return tile.memory + at;
 }
 
-// Calls chunk(address, row, k, is_transposed) for each 16 bytes of an operand of `rows` rows x 16:
-// they are elements k to k + 7 of the row, or, transposed, element k of rows `row` to row + 7.
+// Calls chunk(address, row, k, is_transposed) for each 16 bytes of an operand of `rows` rows x 16,
+// whose first row is number `to`: they are elements k to k + 7 of the row, or, transposed, element
+// k of rows `row` to row + 7.
 template <typename Chunk>
 void for_each_chunk(uint64_t descriptor, bool is_transposed, unsigned first_row, unsigned rows,
-                    const Site& site, Chunk chunk) {
+                    unsigned to, const Site& site, Chunk chunk) {
   const Tile tile = decode(descriptor, is_transposed, first_row + rows, site);
-  if (is_transposed) {
-    for (unsigned k = 0; k < kDepth; ++k) {
-      for (unsigned row = 0; row < rows; row += 8)
-        chunk(chunk_at(tile,
-                       k / 8 * tile.eight_rows + k % 8 * 128 + row / 64 * tile.next_columns +
-                           row % 64 * 2,
-                       site),
-              row, k);
-    }
-  } else {
-    for (unsigned row = 0; row < rows; ++row) {
-      const unsigned at = first_row + row;
-      for (unsigned k = 0; k < kDepth; k += 8)
-        chunk(chunk_at(tile, at / 8 * tile.eight_rows + at % 8 * 128 + k * 2, site), row, k);
+  for (unsigned row = first_row; row < first_row + rows; row += is_transposed ? 8 : 1) {
+    for (unsigned k = 0; k < kDepth; k += is_transposed ? 1 : 8) {
+      const unsigned line = is_transposed ? k : row;
+      const unsigned offset = line / 8 * tile.eight_rows + line % 8 * 128 +
+                              (is_transposed ? row / 64 * tile.next_columns + row % 64 * 2 : k * 2);
+      chunk(chunk_at(tile, offset, site), to + row - first_row, k, is_transposed);
     }
   }
 }
@@ -190,14 +161,9 @@ void for_each_chunk(uint64_t descriptor, bool is_transposed, unsigned first_row,
 // those of A.
 template <typename Chunk>
 void for_each_chunk(const Product& product, unsigned warp, Chunk chunk) {
-  if (!product.has_a_in_registers)
-    for_each_chunk(
-        product.a, false, warp % 4 * kRows, kRows, product.site,
-        [&](const unsigned char* at, unsigned row, unsigned k) { chunk(at, row, k, false); });
-  for_each_chunk(product.b, product.is_transposed, 0, product.columns, product.site,
-                 [&](const unsigned char* at, unsigned row, unsigned k) {
-                   chunk(at, kRows + row, k, product.is_transposed);
-                 });
+  if (product.a_registers == nullptr)
+    for_each_chunk(product.a, false, warp % 4 * kRows, kRows, 0, product.site, chunk);
+  for_each_chunk(product.b, product.is_transposed, 0, product.columns, kRows, product.site, chunk);
 }
 
 // Reads the operands in shared memory.
@@ -269,7 +235,6 @@ inline SumsInFlight take_sums(const MatrixCalls& calls, unsigned count, const Si
 // Compares a product with that of the other warps of the warpgroup.
 inline void check_warpgroup(const Product& product, unsigned warp) {
   InFlight& in_flight = this_fiber().block->in_flight;
-  in_flight.issued.resize(in_flight.products.size() / 4);
   auto& issued = in_flight.issued[warp / 4];
   const size_t mine = products_of_warp().begun++;
   if (mine == issued.size()) issued.push_back({product.a, product.b, product.site.line});
@@ -278,25 +243,15 @@ inline void check_warpgroup(const Product& product, unsigned warp) {
     fail(product.site, "the warps of the warpgroup multiply different operands");
 }
 
-void begin_product(const MatrixCalls& calls, const Site& site) {
+inline void begin_product(const MatrixCalls& calls, const Site& site) {
   Block& block = *this_fiber().block;
   const unsigned warp = this_fiber().thread / kWarpSize;
   if (warp / 4 * 4 + 4 > block.warp_count) fail(site, "the warpgroup has fewer than 4 warps");
   const auto& call = *static_cast<const ProductCall*>(calls[0]->fragments[0]);
   ProductsOfWarp& mine = products_of_warp();
   const unsigned columns = 2 * call.count;
-  Product product{call.sums,
-                  mine.group,
-                  columns,
-                  call.is_bfloat16,
-                  call.is_transposed,
-                  call.accumulates,
-                  call.a_registers != nullptr,
-                  call.a,
-                  call.b,
-                  std::vector<uint16_t>((kRows + columns) * kDepth),
-                  site,
-                  call.code};
+  Product product{call, mine.group, columns, std::vector<uint16_t>((kRows + columns) * kDepth),
+                  site};
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     const auto& other = *static_cast<const ProductCall*>(calls[lane]->fragments[0]);
     if (other.a != call.a || other.b != call.b || other.accumulates != call.accumulates)
@@ -322,7 +277,15 @@ void begin_product(const MatrixCalls& calls, const Site& site) {
   mine.products.push_back(std::move(product));
 }
 
-void end_product_group(const MatrixCalls&, const Site&) { ++products_of_warp().group; }
+void begin(const ProductCall& call, const Site& site) {
+  check_fenced(call, site);
+  meet({nullptr, 0, 0, {&call}}, site, begin_product);
+}
+
+void multiply_commit(const char* file, int line) {
+  meet({}, {"multiply_commit", file, line},
+       [](const MatrixCalls&, const Site&) { ++products_of_warp().group; });
+}
 
 // Computes sums of the warp's rows.
 template <typename Format>
@@ -391,7 +354,7 @@ inline void give(const SumsInFlight& sums, const MatrixCalls& calls, const Site&
   }
 }
 
-void finish_products(const MatrixCalls& calls, const Site& site) {
+inline void finish_products(const MatrixCalls& calls, const Site& site) {
   const Fiber& self = this_fiber();
   const unsigned warp = self.thread / kWarpSize, first = warp * kWarpSize;
   ProductsOfWarp& mine = products_of_warp();
@@ -409,23 +372,19 @@ void finish_products(const MatrixCalls& calls, const Site& site) {
     erase_if(mine.complete, is_same);
     mine.complete.push_back(sums);
     for (unsigned lane = 0; lane < kWarpSize; ++lane)
-      if (!self.block->in_flight.lacks_fence.empty())
-        self.block->in_flight.lacks_fence[first + lane] = true;
+      self.block->in_flight.threads[first + lane].lacks_fence = true;
   }
   erase_if(mine.sums, [](const SumsInFlight& sums) { return sums.products == 0; });
   if (self.block->races != nullptr) self.block->races->share(first);
 }
 
-void check_complete(const WaitCall& call, const Site& site) {
-  const unsigned lane = this_fiber().thread % kWarpSize;
+void wait(int groups, const WaitCall& call, const Site& site) {
+  meet({nullptr, static_cast<unsigned>(groups), 0, {&call}}, site, finish_products);
   for (const SumsInFlight& sums : products_of_warp().sums) {
-    if (has(call, sums.variables[lane]))
+    if (has(call, sums.variables[this_fiber().thread % kWarpSize]))
       fail(site, "the sums of " + to_string(sums.site) +
-                     " are not complete: a product of them is in a later group, or in "
-                     "none");
+                     " are not complete: a product of them is in a later group, or in none");
   }
 }
 
 }  // namespace attention::ptx
-
-#pragma GCC visibility pop

@@ -2,10 +2,10 @@
 //
 // A product is computed when its warp waits for it, and not before; until then its sums are NaN.
 // Errors, reported with the caller's line: registers that were accessed since the last
-// multiply_fence(), sums that are accessed before they are complete or that multiply_wait() does not
-// take, operands that threads wrote without a proxy_fence(), that a copy is still writing, or that
-// change before the product has read them, and descriptors of anything but tiles with the 128-byte
-// swizzle.
+// multiply_fence(), sums that are accessed before they are complete or that multiply_wait() does
+// not take, operands that threads wrote without a proxy_fence(), that a copy is still writing, or
+// that change before the product has read them, and descriptors of anything but tiles with the
+// 128-byte swizzle.
 
 #pragma once
 
@@ -14,17 +14,6 @@
 #pragma GCC visibility push(hidden)
 
 namespace attention::ptx {
-
-// A lane's arguments.
-struct ProductCall {
-  float* sums;
-  int count;
-  const unsigned* a_registers;  // or null
-  uint64_t a, b;
-  bool is_bfloat16, is_transposed, accumulates;
-  const void* code;              // the call's return address
-  float* const* each = nullptr;  // each of the sums, in asm, whose fence names no registers
-};
 
 // Registers of a thread: an array of the kernel, or none.
 struct Registers {
@@ -43,51 +32,27 @@ struct WaitCall {
 };
 
 // Defined in wgmma.cpp.
-unsigned shared_address(const void* pointer, const Site& site);
-void note_fence(const Registers (&registers)[4]);
-void check_fenced(const ProductCall& call, const Site& site);
+uint64_t matrix_descriptor(const void* tile, unsigned next_columns = 0, ATTENTION_EMULATOR_SITE);
+void multiply_fence(Registers a = {}, Registers b = {}, Registers c = {}, Registers d = {},
+                    ATTENTION_EMULATOR_SITE);
 void fence_all();  // for asm, whose fence names no registers
-void begin_product(const MatrixCalls& calls, const Site& site);
-void end_product_group(const MatrixCalls& calls, const Site& site);
-void finish_products(const MatrixCalls& calls, const Site& site);
-void check_complete(const WaitCall& call, const Site& site);
+void begin(const ProductCall& call, const Site& site);
+void multiply_commit(ATTENTION_EMULATOR_SITE);
+// Waits for all groups but the last ones.
+void wait(int groups, const WaitCall& call, const Site& site);
 
 // Checks that asynchronous reads see what threads have written.
 void check_visible(const unsigned char* bytes, size_t count, const Site& site);
 // Returns a product in flight that reads these bytes of shared memory, or null.
 const Site* product_that_reads(const void* memory, size_t bytes);
 
-inline uint64_t matrix_descriptor(const void* tile, unsigned next_columns = 0,
-                                  ATTENTION_EMULATOR_SITE) {
-  constexpr uint64_t kEightRows = 1024, kSwizzle128 = 1;
-  return shared_address(tile, {"matrix_descriptor", file, line}) >> 4 |
-         uint64_t{next_columns >> 4} << 16 | kEightRows >> 4 << 32 | kSwizzle128 << 62;
-}
 inline uint64_t advance(uint64_t descriptor, unsigned bytes) { return descriptor + (bytes >> 4); }
 
-inline void multiply_fence(Registers a = {}, Registers b = {}, Registers c = {}, Registers d = {},
-                           ATTENTION_EMULATOR_SITE) {
-  note_fence({a, b, c, d});
-  meet({}, {"multiply_fence", file, line});
-}
-// Waits for all groups but the last ones.
-ATTENTION_EMULATOR_INLINE void wait(int groups, const WaitCall& call, const Site& site) {
-  meet({nullptr, static_cast<unsigned>(groups), 0, {&call}}, site, finish_products);
-  check_complete(call, site);
-}
 template <int kGroups>
 void multiply_wait(Registers a = {}, Registers b = {}, ATTENTION_EMULATOR_SITE) {
   wait(kGroups, {{a, b}}, {"multiply_wait", file, line});
 }
 
-inline void multiply_commit(ATTENTION_EMULATOR_SITE) {
-  meet({}, {"multiply_commit", file, line}, end_product_group);
-}
-
-ATTENTION_EMULATOR_INLINE void begin(const ProductCall& call, const Site& site) {
-  check_fenced(call, site);
-  meet({nullptr, 0, 0, {&call}}, site, begin_product);
-}
 template <bool kIsBfloat16, bool kTransposed = false, int kSums>
 __attribute__((noinline)) void multiply(float (&sums)[kSums], uint64_t a, uint64_t b,
                                         bool accumulate = true, ATTENTION_EMULATOR_SITE) {
