@@ -178,10 +178,8 @@ ATTENTION_EMULATOR_SHUFFLE(__shfl_xor_sync, 'b', 31)
 #undef ATTENTION_EMULATOR_SHUFFLE
 
 // Time is meaningless when threads run one after the other.
-#define ATTENTION_EMULATOR_NO_CLOCK \
-  __attribute__((error("the CPU emulator has no clock: its threads run one after the other")))
-ATTENTION_EMULATOR_NO_CLOCK long long clock64();
-#undef ATTENTION_EMULATOR_NO_CLOCK
+long long clock64()
+    __attribute__((error("the CPU emulator has no clock: its threads run one after the other")));
 
 inline void __threadfence() { attention::emulator::fence(attention::emulator::Scope::kDevice); }
 inline void __threadfence_system() { __threadfence(); }

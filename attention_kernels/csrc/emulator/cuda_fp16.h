@@ -107,6 +107,8 @@ using nv_bfloat162 = __nv_bfloat162;
   inline type2 __floats2##name2##_rn(float x, float y) { return {x, y}; } \
   inline type2 __float22##name2##_rn(float2 v) { return {v.x, v.y}; }     \
   inline float2 __##name2##2float2(type2 v) { return {v.x, v.y}; }        \
+  inline type2 __halves2##name2(type x, type y) { return {x, y}; }        \
+  inline type2 make_##name2(type x, type y) { return {x, y}; }            \
   inline type2 __##name##2##name2(type x) { return {x, x}; }              \
   inline type __low2##name(type2 v) { return v.x; }                       \
   inline type __high2##name(type2 v) { return v.y; }                      \
@@ -123,11 +125,6 @@ using nv_bfloat162 = __nv_bfloat162;
 ATTENTION_EMULATOR_CONVERSIONS(__half, __half2, half, half2)
 ATTENTION_EMULATOR_CONVERSIONS(__nv_bfloat16, __nv_bfloat162, bfloat16, bfloat162)
 #undef ATTENTION_EMULATOR_CONVERSIONS
-
-inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
-inline __half2 make_half2(__half x, __half y) { return {x, y}; }
-inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
-inline __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
 
 // Functions whose names do not differ by type, found by that of their arguments.
 namespace attention::emulator {

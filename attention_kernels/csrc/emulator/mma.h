@@ -66,11 +66,9 @@ __attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site
   const unsigned lane = self.thread % kWarpSize;
   if (warp.exists != ~0u) fail(site, "the warp has fewer than 32 threads");
   if (warp.waiting != ~(1u << lane)) return false;
+  calls[lane] = &call;
   for (unsigned other = 0; other < kWarpSize; ++other) {
-    if (other == lane) {
-      calls[other] = &call;
-      continue;
-    }
+    if (other == lane) continue;
     const auto& wait = warp.wait[other];
     if (wait.op != WarpOp::kMatrix || wait.site->line != site.line ||
         std::strcmp(wait.site->name, site.name) != 0 ||
@@ -190,10 +188,10 @@ ATTENTION_EMULATOR_INLINE void load_matrix(Fragment& fragment, const T* memory,
     fail(site, "another thread writes to the matrix at the same time: a barrier is missing");
 }
 
-// Gathers a matrix from the lanes' fragments. Returns a complaint, or null.
+// Gathers a matrix from the lanes' fragments.
 template <typename Fragment>
-const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const MatrixCalls& calls,
-                   int which) {
+void gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const MatrixCalls& calls,
+            int which, const Site& site) {
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     const auto& fragment = *static_cast<const Fragment*>(calls[lane]->fragments[which]);
     for (unsigned i = 0; i < Fragment::num_elements; ++i) {
@@ -201,11 +199,10 @@ const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const M
       if (i < Fragment::kOwn) {
         matrix[at.row][at.column] = fragment.x[i];
       } else if (std::memcmp(&fragment.x[i], &fragment.x[i % Fragment::kOwn], 2) != 0) {
-        return "an element and its duplicate differ";
+        fail(site, "an element and its duplicate differ");
       }
     }
   }
-  return nullptr;
 }
 
 // Multiplies for a whole warp, whose calls hold the addresses of d, a, b and c.
@@ -214,10 +211,9 @@ void multiply(const MatrixCalls& calls, const Site& site) {
   const Subnormals kept(false);  // tensor cores do not flush subnormals
   constexpr unsigned m = D::kRows, n = D::kColumns, k = A::kColumns;
   float rA[m][k], rB[k][n], rC[m][n];
-  const char* wrong = gather<A>(rA, calls, 1);
-  if (wrong == nullptr) wrong = gather<B>(rB, calls, 2);
-  if (wrong != nullptr) fail(site, wrong);
-  gather<C>(rC, calls, 3);
+  gather<A>(rA, calls, 1, site);
+  gather<B>(rB, calls, 2, site);
+  gather<C>(rC, calls, 3, site);
   for (unsigned row = 0; row < m; ++row) {
     for (unsigned i = 0; i < k; ++i) {
       for (unsigned column = 0; column < n; ++column) rC[row][column] += rA[row][i] * rB[i][column];
