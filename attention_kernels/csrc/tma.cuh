@@ -5,15 +5,11 @@
 
 #pragma once
 
-#include "ptx.cuh"
-
-#ifdef ATTENTION_EMULATOR
-#include "emulator/tma.h"
-#else
-
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include "ptx.cuh"
 
 namespace attention {
 
@@ -68,7 +64,13 @@ cudaError_t make_tensor_map(TensorMap* map, const T* tensor, const int64_t (&siz
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-namespace ptx {
+}  // namespace attention
+
+#ifdef ATTENTION_EMULATOR
+#include "emulator/tma.h"
+#else
+
+namespace attention::ptx {
 
 inline __device__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -122,7 +124,6 @@ __device__ void store_tiles_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 
-}  // namespace ptx
-}  // namespace attention
+}  // namespace attention::ptx
 
 #endif  // ATTENTION_EMULATOR

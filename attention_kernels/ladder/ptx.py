@@ -96,7 +96,12 @@ def _section(title: str) -> list[list[str]]:
 
 
 CLASSES = dict(_section("classes"))
-SPECIAL = dict(_section("special registers"))
+# "?" stands for each of x, y and z.
+SPECIAL = {
+    name.replace("?", axis): code.replace("?", axis)
+    for name, code in _section("special registers")
+    for axis in ("xyz" if "?" in name else "?")
+}
 ROWS = [Row(*map(str.strip, row)) for row in _section("instructions")]
 
 

@@ -107,12 +107,14 @@ CONTROLS = {
             37: "has 1 of 1 arrivals and waits for 4096 bytes that no copy brings",
             38: "threads have written .*, without a proxy_fence",
             40: "the warps of the warpgroup multiply different operands",
-            41: r"race: lane 0 of warp 0 writes .* has read, .*, without a proxy_fence",
+            **dict.fromkeys(
+                (41, 42), r"race: lane 0 of warp 0 writes .* has read, .*, without a proxy_fence"
+            ),
             **dict.fromkeys((4, 8, 9, 10, 16, 20, 21, 31), EARLY),
             **dict.fromkeys((15, 22, 23), "are not complete: a product of them is in"),
             **dict.fromkeys((5, 14, 18, 36, 39), WRONG),
         },
-        only_races=frozenset({33, 38, 41}),
+        only_races=frozenset({33, 38, 41, 42}),
         orders=("", "reverse"),
     ),
     "v09_cluster": Control(

@@ -42,8 +42,9 @@ def test_a_race_is_reported_with_both_lanes_and_lines(races, race, order, monkey
     with pytest.raises(KernelError) as caught:
         races(race)
     found = re.search(
-        r"race: lane \d+ of warp (\d) (?:reads|writes) byte \d+ of (?:256 |512 |static ).*?, "
-        r"at v06_races\.cu:(\d+), which lane \d+ of warp (\d) has (?:read|written), "
+        r"race: lane \d+ of warp (\d) (?:reads|writes|changes) "
+        r"byte \d+ of (?:256 |512 |static ).*?, "
+        r"at v06_races\.cu:(\d+), which lane \d+ of warp (\d) has (?:read|written|changed), "
         r"at v06_races\.cu:(\d+), with no barrier between; block \(0, 0, 0\), thread \(",
         str(caught.value.__cause__),
     )

@@ -1,35 +1,19 @@
-// Barriers in shared memory and named barriers: see barrier.h.
-
-#include <string>
-
-#include "cluster.h"
-#include "ptx.h"
-#include "report.h"
-
-#pragma GCC visibility push(hidden)
+// Barriers in shared memory and named barriers, and registers, for which warps wait, too: see cluster.h
+// and ptx.h.
 
 namespace attention::ptx {
 
 constexpr unsigned kMostBytes = (1u << 20) - 1;  // of a phase
 
-inline std::string place_of(const emulator::Block& block, const void* address) {
-  const auto at = reinterpret_cast<uintptr_t>(address);
-  const uintptr_t offset = at - reinterpret_cast<uintptr_t>(block.shared.dynamic);
-  if (offset < block.shared.dynamic_bytes) return emulator::describe(block.shared, at);
-  return "byte " + std::to_string(at - reinterpret_cast<uintptr_t>(block.shared.fixed)) +
-         " of static shared memory";
-}
-
-[[noreturn]] inline void barrier_failure(const Barrier* barrier, const emulator::Site& site,
+[[noreturn]] inline void barrier_failure(const Barrier* barrier, const Site& site,
                                          const std::string& what) {
-  const emulator::Block& block = *emulator::this_fiber().block;
-  const std::string text =
-      site.text().text + (": the barrier at " + place_of(block, barrier)) + " " + what;
-  emulator::fail(cudaErrorLaunchFailure, text.c_str());
+  const Block& block = *this_fiber().block;
+  const std::string place = describe(block.shared, reinterpret_cast<uintptr_t>(barrier));
+  fail(site, "the barrier at " + place + " " + what);
 }
 
-inline emulator::KnownBarrier* find(const Barrier* barrier) {
-  for (emulator::KnownBarrier& known : emulator::this_fiber().block->in_flight.barriers)
+inline KnownBarrier* find(const Barrier* barrier) {
+  for (KnownBarrier& known : this_fiber().block->in_flight.barriers)
     if (known.barrier == barrier) return &known;
   return nullptr;
 }
@@ -40,33 +24,37 @@ inline void complete_if_due(Barrier* barrier) {
   barrier->phase ^= 1;
 }
 
-void init(Barrier* barrier, unsigned arrivals, const emulator::Site& site) {
+void barrier_init(Barrier* barrier, unsigned arrivals, const char* file, int line) {
   if (arrivals == 0 || arrivals > 0xffff)
-    barrier_failure(barrier, site, "cannot wait for " + std::to_string(arrivals) + " arrivals");
+    barrier_failure(barrier, {"barrier_init", file, line},
+                    "cannot wait for " + std::to_string(arrivals) + " arrivals");
   *barrier = {static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0, 0};
-  const emulator::Fiber& self = emulator::this_fiber();
-  emulator::KnownBarrier known{barrier};
+  const Fiber& self = this_fiber();
+  KnownBarrier known{barrier};
   known.thread = self.thread;
   if (self.block->races != nullptr) {
     known.clock = self.block->races->clock();
     self.block->races->advance();
   }
-  if (emulator::KnownBarrier* const before = find(barrier)) {
+  if (KnownBarrier* const before = find(barrier)) {
     *before = known;
   } else {
     self.block->in_flight.barriers.push_back(known);
   }
 }
 
-void show_barriers() {
-  for (emulator::KnownBarrier& known : emulator::this_fiber().block->in_flight.barriers)
-    known.is_fenced = true;
+inline void show_barriers() {
+  for (KnownBarrier& known : this_fiber().block->in_flight.barriers) known.is_fenced = true;
 }
 
-inline emulator::KnownBarrier& find_initialized(const Barrier* barrier,
-                                                const emulator::Site& site) {
-  const emulator::Block& block = *emulator::this_fiber().block;
-  emulator::KnownBarrier* const known = find(barrier);
+void barrier_init_fence() {
+  show_barriers();
+  emulator::fence(Scope::kCluster);
+}
+
+inline KnownBarrier& find_initialized(const Barrier* barrier, const Site& site) {
+  const Block& block = *this_fiber().block;
+  KnownBarrier* const known = find(barrier);
   if (known == nullptr) barrier_failure(barrier, site, "has not been initialized");
   if (block.races != nullptr && !block.races->follows(known->thread, known->clock))
     barrier_failure(barrier, site,
@@ -74,12 +62,12 @@ inline emulator::KnownBarrier& find_initialized(const Barrier* barrier,
   return *known;
 }
 
-void check_use(const Barrier* barrier, const emulator::Site& site) {
+inline void check_use(const Barrier* barrier, const Site& site) {
   if (!find_initialized(barrier, site).is_fenced)
     barrier_failure(barrier, site, "was initialized without a barrier_init_fence() after it");
 }
 
-inline void count_arrival(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
+inline void count_arrival(Barrier* barrier, unsigned bytes, const Site& site) {
   if (barrier->left == 0)
     barrier_failure(barrier, site,
                     "has all of its " + std::to_string(barrier->expected) +
@@ -89,37 +77,45 @@ inline void count_arrival(Barrier* barrier, unsigned bytes, const emulator::Site
   barrier->bytes += static_cast<int>(bytes);
   --barrier->left;
   complete_if_due(barrier);
-  emulator::this_fiber().block->in_flight.progress();
+  this_fiber().block->in_flight.progress();
 }
 
 unsigned phase_of(const Barrier* barrier) { return barrier->phase; }
 
-void barrier_add(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
-  find_initialized(barrier, site);
+void barrier_add(Barrier* barrier, unsigned bytes, const char* file, int line) {
+  find_initialized(barrier, {"barrier_add", file, line});
   barrier->bytes += static_cast<int>(bytes);
 }
 
-int arrive(Barrier* barrier, unsigned bytes, const emulator::Site& site) {
-  const emulator::Block& block = *emulator::this_fiber().block;
-  const emulator::KnownBarrier& known = find_initialized(barrier, site);
-  if (block.races != nullptr) block.races->release(barrier);
+inline void arrive(Barrier* barrier, unsigned bytes, const Site& site) {
+  const Fiber& self = this_fiber();
+  const KnownBarrier& known = find_initialized(barrier, site);
+  if (self.block->races != nullptr) self.block->races->release(barrier);
   const unsigned phase = barrier->phase;
   count_arrival(barrier, bytes, site);
-  return barrier->phase != phase ? known.waiter : -1;
+  if (barrier->phase == phase || known.waiter < 0) return;
+  if (Fiber* const waiter = self.block->turn_to(known.waiter)) switch_to(waiter);
+}
+void barrier_arrive(Barrier* barrier, const char* file, int line) {
+  arrive(barrier, 0, {"barrier_arrive", file, line});
+}
+void barrier_expect(Barrier* barrier, unsigned bytes, const char* file, int line) {
+  arrive(barrier, bytes, {"barrier_expect", file, line});
 }
 
-void take_message(const emulator::Message& message) {
-  emulator::Races* const races = emulator::this_fiber().block->races;
-  const emulator::BulkCopy& copy = message.copy;
+// Counts an arrival from another block, or checks the barrier of its copy.
+inline void take_message(const Message& message) {
+  Races* const races = this_fiber().block->races;
+  const BulkCopy& copy = message.copy;
   auto* const barrier = static_cast<Barrier*>(const_cast<void*>(copy.barrier));
-  const emulator::KnownBarrier* const known = find(barrier);
+  const KnownBarrier* const known = find(barrier);
   if (known == nullptr) barrier_failure(barrier, copy.site, "has not been initialized");
   if (races != nullptr) {
-    const auto number = static_cast<uint32_t>(emulator::this_fiber().block->number);
+    const auto number = static_cast<uint32_t>(this_fiber().block->number);
     if (!message.knowledge.has(number, known->thread, known->clock))
       barrier_failure(barrier, copy.site,
                       "was initialized by its block, and nothing orders that before");
-    races->release_from_block(barrier, message.knowledge);
+    races->release(barrier, message.knowledge);
   }
   if (copy.bytes == 0) {
     count_arrival(barrier, 0, copy.site);
@@ -129,34 +125,30 @@ void take_message(const emulator::Message& message) {
 }
 
 // Copies arrive when a thread waits for the phase, and not before.
-inline void land_copies(emulator::Block& block, Barrier* barrier) {
+inline void land_copies(Block& block, Barrier* barrier) {
   auto& copies = block.in_flight.copies;
   for (auto copy = copies.begin(); copy != copies.end();) {
     if (copy->barrier != barrier) {
       ++copy;
       continue;
     }
-    if (copy->from == nullptr) {
-      fill_tile(*copy);
-    } else {
-      std::memcpy(copy->to, copy->from, copy->bytes);
-    }
-    block.in_flight.view.update(block.shared, block.launch->poison, copy->to, copy->bytes);
+    fill_tile(*copy);
+    show(copy->to, copy->bytes);
     barrier->bytes -= static_cast<int>(copy->bytes);
     copy = copies.erase(copy);
     block.in_flight.progress();
   }
 }
 
-bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  emulator::KnownBarrier& known = find_initialized(barrier, site);
+inline bool has_passed(Barrier* barrier, unsigned parity, const Site& site) {
+  Block& block = *this_fiber().block;
+  KnownBarrier& known = find_initialized(barrier, site);
   receive_messages();
   if (barrier->phase == (parity & 1)) {
     land_copies(block, barrier);
     complete_if_due(barrier);
     if (barrier->phase == (parity & 1)) {
-      known.waiter = static_cast<int>(emulator::this_fiber().thread);
+      known.waiter = static_cast<int>(this_fiber().thread);
       return false;
     }
   }
@@ -165,15 +157,14 @@ bool has_passed(Barrier* barrier, unsigned parity, const emulator::Site& site) {
   return true;
 }
 
-// Called after each failed wait.
-void note_idle(const Barrier* barrier, const emulator::Site& site) {
-  if (!emulator::never_ends(/*at_barrier=*/true)) return;
-  const emulator::Block& block = *emulator::this_fiber().block;
-  const std::string others = emulator::waiting_threads(block);
+// Lets others run after a failed wait, for a barrier or for registers.
+inline void wait_for_others(const Barrier* barrier, const Site& site) {
+  if (!never_ends(/*at_barrier=*/true)) return switch_to(this_fiber().block->yield());
+  const Block& block = *this_fiber().block;
+  const std::string others = waiting_threads(block);
   if (barrier == nullptr) {
-    emulator::fail(
-        cudaErrorLaunchTimeout,
-        (site.text().text + (" never ends: no warp gives up registers" + others)).c_str());
+    fail(cudaErrorLaunchTimeout,
+         (to_string(site) + (" never ends: no warp gives up registers" + others)).c_str());
   }
   std::string what = "never passes: its phase of parity " + std::to_string(barrier->phase) +
                      " has " + std::to_string(barrier->expected - barrier->left) + " of " +
@@ -186,6 +177,60 @@ void note_idle(const Barrier* barrier, const emulator::Site& site) {
   barrier_failure(barrier, site, what + others);
 }
 
-}  // namespace attention::ptx
+bool barrier_test(Barrier* barrier, unsigned parity, const char* file, int line) {
+  const Site site{"barrier_test", file, line};
+  if (has_passed(barrier, parity, site)) return true;
+  wait_for_others(barrier, site);
+  return has_passed(barrier, parity, site);
+}
 
-#pragma GCC visibility pop
+void barrier_wait(Barrier* barrier, unsigned parity, const char* file, int line) {
+  const Site site{"barrier_wait", file, line};
+  while (!has_passed(barrier, parity, site)) wait_for_others(barrier, site);
+}
+
+void named_barrier_sync(int barrier, int threads, const char* file, int line) {
+  Block& block = *this_fiber().block;
+  switch_to(
+      block.arrive_at_named_barrier(barrier, threads, true, {"named_barrier_sync", file, line}));
+  if (block.races != nullptr) block.races->acquire(&block.in_flight.named[barrier]);
+}
+
+void named_barrier_arrive(int barrier, int threads, const char* file, int line) {
+  this_fiber().block->arrive_at_named_barrier(barrier, threads, false,
+                                              {"named_barrier_arrive", file, line});
+}
+
+// ---- Registers that warps give to others (setmaxnreg) --------------------------------------------
+
+constexpr unsigned kRegistersOfMultiprocessor = 65536, kMostRegisters = 248;
+
+// Called after the warp has met: returns whether it has got its registers. A block begins with as
+// many as fit if it is alone on its multiprocessor.
+inline bool has_registers(unsigned registers, bool raises, const Site& site) {
+  const Fiber& self = this_fiber();
+  Block& block = *self.block;
+  InFlight& in_flight = block.in_flight;
+  if (in_flight.registers.empty()) {
+    const unsigned threads = block.warp_count * kWarpSize;
+    in_flight.registers.assign(
+        block.warp_count, std::min(kMostRegisters, kRegistersOfMultiprocessor / threads / 8 * 8));
+    in_flight.free_registers = 0;
+  }
+  unsigned& mine = in_flight.registers[self.thread / kWarpSize];
+  if (mine == registers) return true;
+  if (raises != (registers > mine))
+    fail(site, "the warp has " + std::to_string(mine) + " registers per thread");
+  if (raises && (registers - mine) * kWarpSize > in_flight.free_registers) return false;
+  in_flight.free_registers += (mine - registers) * kWarpSize;  // modulo 2^32
+  mine = registers;
+  in_flight.progress();
+  return true;
+}
+
+void change_registers(unsigned registers, bool raises, const Site& site) {
+  meet({nullptr, registers, raises, {}}, site);
+  while (!has_registers(registers, raises, site)) wait_for_others(nullptr, site);
+}
+
+}  // namespace attention::ptx

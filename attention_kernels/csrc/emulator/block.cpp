@@ -1,27 +1,5 @@
 // Runs a block: see block.h.
 
-#include "block.h"
-
-#include <pthread.h>
-#include <sys/mman.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cstdarg>
-#include <cstdlib>
-#include <map>
-#include <mutex>
-#include <new>
-#include <stdexcept>
-#include <string>
-#include <thread>
-#include <utility>
-
-#include "cluster.h"
-#include "report.h"
-
-#pragma GCC visibility push(hidden)
-
 namespace attention::emulator {
 
 // ---- Shared memory ------------------------------------------------------------------------------
@@ -69,32 +47,25 @@ std::string place(const char* file, int line) {
 }
 
 std::string describe(const SharedMemory& shared, uintptr_t address) {
+  const uintptr_t in_fixed = address - reinterpret_cast<uintptr_t>(shared.fixed);
+  if (in_fixed < Library::instance().tls_bytes)
+    return "byte " + std::to_string(in_fixed) + " of static shared memory";
   const auto offset = static_cast<ptrdiff_t>(address - reinterpret_cast<uintptr_t>(shared.dynamic));
   return "byte " + std::to_string(offset) + " of " + std::to_string(shared.dynamic_bytes) +
          " bytes of dynamic shared memory";
 }
 
-Words Words::operator+(const char* more) const {
-  Words sum;
-  std::snprintf(sum.text, sizeof sum.text, "%s%s", text, more);
-  return sum;
-}
-
-Words Site::text() const { return Words{} + name + "() at " + place(file, line).c_str(); }
-
 std::string waiting_threads(const Block& block) {
   std::string all;
   const auto add = [&](unsigned waiting, unsigned of, const Site& site) {
     all += "; " + std::to_string(waiting) + " of " + std::to_string(of) +
-           " threads have arrived in " + site.text().text;
+           " threads have arrived in " + to_string(site);
   };
   if (block.arrived != 0) add(block.arrived, block.threads - block.finished, block.barrier);
   for (const NamedBarrier& named : block.in_flight.named)
     if (named.arrived != 0) add(named.arrived, named.threads, named.site);
   return all;
 }
-
-constexpr unsigned kPolls = 4;
 
 // Something has happened that blocks of a launch may wait for. Defined in grid.cpp.
 void note_event(const Launch& launch);
@@ -160,10 +131,9 @@ Fiber* Block::next_or_abandon() {
 }
 
 void note_poll(const void* word, uint64_t value, const Site& site, const void* code) {
-  Fiber& self = this_fiber();
-  Block& block = *self.block;
-  Block::Poll* const mine = &block.polls[self.thread * kPolls];
-  Block::Poll* const found =
+  Block& block = *this_fiber().block;
+  Poll* const mine = block.own().polls;
+  Poll* const found =
       std::find_if(mine, mine + kPolls, [&](const auto& poll) { return poll.word == word; });
   if (word == nullptr) {
     end_if_hopeless(site, code);
@@ -173,15 +143,14 @@ void note_poll(const void* word, uint64_t value, const Site& site, const void* c
   } else {
     const bool is_full = mine[kPolls - 1].word != nullptr;
     if (found != mine + kPolls || is_full) note_event(*block.launch);
-    Block::Poll* const last = std::min(found, mine + kPolls - 1);
+    Poll* const last = std::min(found, mine + kPolls - 1);
     std::copy_backward(mine, last, last + 1);
     *mine = {word, value};
     if (found != mine + kPolls || !is_full) return;
     // Others run, as the thread may repeat all of so many words.
   }
   block.in_flight.idle = 0;
-  Fiber* const to = block.yield();
-  if (to != &self) switch_context(self, *to);
+  switch_to(block.yield());
 }
 
 void fence(Scope scope) {
@@ -226,8 +195,7 @@ Fiber* Block::arrive_at_barrier(bool predicate, const char* name, const char* fi
     votes = 0;
   } else if (line != barrier.line ||
              (file != barrier.file && std::strcmp(file, barrier.file) != 0)) {
-    record_divergence({name, file, line}, barrier, fiber(barrier_thread));
-    abandon();
+    fail_by_divergence({name, file, line}, barrier, fiber(barrier_thread));
   }
   votes += predicate;
   ++arrived;
@@ -247,13 +215,8 @@ void Block::pass_barrier() {
 }
 
 Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, const Site& site) {
-  const auto wrong = [&](const std::string& what) {
-    record(cudaErrorLaunchFailure, (site.text().text + (": " + what)).c_str());
-  };
-  if (number < 1 || number >= static_cast<int>(kNamedBarriers)) {
-    wrong("there is no named barrier " + std::to_string(number) + ": 1 to 15");
-    abandon();
-  }
+  if (number < 1 || number >= static_cast<int>(kNamedBarriers))
+    fail(site, "there is no named barrier " + std::to_string(number) + ": 1 to 15");
   NamedBarrier& named = in_flight.named[number];
   if (named.arrived == 0) {
     named.threads = for_threads;
@@ -263,18 +226,17 @@ Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, c
   const unsigned mine = this_fiber().thread / kWarpSize;
   const uint32_t bit = 1u << this_fiber().thread % kWarpSize;
   if (for_threads <= 0 || for_threads % kWarpSize != 0 ||
-      for_threads > static_cast<int>(warp_count * kWarpSize)) {
-    wrong("a barrier for " + std::to_string(for_threads) + " threads of " +
-          std::to_string(threads) + ": it takes whole warps of the block");
-  } else if (named.threads != static_cast<unsigned>(for_threads)) {
-    wrong("named barrier " + std::to_string(number) + " for " + std::to_string(for_threads) +
-          " threads, and for " + std::to_string(named.threads) + " in " + named.site.text().text);
-  } else if ((named.lanes[mine] & bit) != 0) {
-    wrong("the thread arrives again at named barrier " + std::to_string(number) + ", where " +
-          std::to_string(named.arrived) + " of " + std::to_string(named.threads) +
-          " threads have arrived");
-  }
-  if (error != cudaSuccess) abandon();
+      for_threads > static_cast<int>(warp_count * kWarpSize))
+    fail(site, "a barrier for " + std::to_string(for_threads) + " threads of " +
+                   std::to_string(threads) + ": it takes whole warps of the block");
+  if (named.threads != static_cast<unsigned>(for_threads))
+    fail(site, "named barrier " + std::to_string(number) + " for " + std::to_string(for_threads) +
+                   " threads, and for " + std::to_string(named.threads) + " in " +
+                   to_string(named.site));
+  if ((named.lanes[mine] & bit) != 0)
+    fail(site, "the thread arrives again at named barrier " + std::to_string(number) + ", where " +
+                   std::to_string(named.arrived) + " of " + std::to_string(named.threads) +
+                   " threads have arrived");
   if (races != nullptr) races->release(&named);
   named.lanes[mine] |= bit;
   if (waits) {
@@ -291,16 +253,10 @@ Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, c
 
 Fiber* Block::arrive_in_warp(WarpOp op, uint32_t mask, uint64_t value, unsigned source,
                              const Site* site) {
-  if ((mask >> lane & 1) == 0) {
-    record(cudaErrorLaunchFailure, site->text() + ": the mask does not name the caller");
-    abandon();
-  }
+  if ((mask >> lane & 1) == 0) fail(*site, "the mask does not name the caller");
   const int other =
       warp->arrive(lane, {op, mask & warp->exists, source, value, site}, launch->poison);
-  if (other >= 0) {
-    record_divergence(*site, *warp->wait[other].site, *warp->fibers[other]);
-    abandon();
-  }
+  if (other >= 0) fail_by_divergence(*site, *warp->wait[other].site, *warp->fibers[other]);
   if (races != nullptr && op == WarpOp::kSync && (warp->waiting & mask) == 0)
     races->synchronize(this_fiber().thread / kWarpSize * kWarpSize, mask & warp->exists);
   return next_or_abandon();
@@ -340,10 +296,9 @@ void Block::abandon() {
   __builtin_unreachable();
 }
 
-void Block::record_divergence(const Site& here, const Site& there, const Fiber& other) {
-  const std::string thread = text(other.thread_idx);
-  record(cudaErrorLaunchFailure, Words{"divergence: this thread waits in "} + here.text() +
-                                     ", thread " + thread.c_str() + " in " + there.text());
+void Block::fail_by_divergence(const Site& here, const Site& there, const Fiber& other) {
+  fail(cudaErrorLaunchFailure, "divergence: this thread waits in " + to_string(here) + ", thread " +
+                                   text(other.thread_idx) + " in " + to_string(there));
 }
 
 // Called when no fiber can run although some have not returned: they wait for lanes of their warp.
@@ -352,24 +307,21 @@ void Block::record_stuck() {
     const std::string name = "thread " + text(w.fibers[bit]->thread_idx);
     if (w.done >> bit & 1) return name + " has returned from the kernel";
     const Site& site = w.waiting >> bit & 1 ? *w.wait[bit].site : barrier;
-    return name + " waits in " + site.text().text;
+    return name + " waits in " + to_string(site);
   };
   for (const Warp* w = warps; w < warps + warp_count; ++w) {
     if (w->waiting == 0) continue;
     const unsigned waiter = __builtin_ctz(w->waiting);
     const uint32_t missing = w->wait[waiter].mask & ~w->waiting;
-    record(cudaErrorLaunchFailure,
-           w->wait[waiter].site->text() + " waits for lanes that never arrive: " +
-               state_of(*w, missing != 0 ? __builtin_ctz(missing) : waiter).c_str(),
-           *w->fibers[waiter]);
-    return;
+    const std::string what = to_string(*w->wait[waiter].site) +
+                             " waits for lanes that never arrive: " +
+                             state_of(*w, missing != 0 ? __builtin_ctz(missing) : waiter);
+    return record(cudaErrorLaunchFailure, what.c_str(), *w->fibers[waiter]);
   }
   for (const NamedBarrier& named : in_flight.named) {
     if (named.arrived == 0) continue;
-    record(cudaErrorLaunchFailure,
-           (named.site.text().text + (" never passes" + waiting_threads(*this))).c_str(),
-           fiber(named.thread));
-    return;
+    const std::string what = to_string(named.site) + " never passes" + waiting_threads(*this);
+    return record(cudaErrorLaunchFailure, what.c_str(), fiber(named.thread));
   }
 }
 
@@ -378,8 +330,6 @@ void Block::record_stuck() {
 // Resets a fiber so that it starts in a function that never returns. `bottom` is the lowest address
 // of its stack.
 inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
-  if (fiber.pending != nullptr) fiber.pending->clear();
-  fiber.cluster_arrivals = fiber.cluster_waits = 0;
   auto** const top = reinterpret_cast<void**>(&fiber);
 #ifdef ATTENTION_EMULATOR_ASAN
   fiber.fake_stack = nullptr;
@@ -418,8 +368,7 @@ void Block::fiber_main() {
   } catch (...) {  // reported only after this block, so that the exception is destroyed
   }
   if (returned) block.finish();
-  block.record(cudaErrorLaunchFailure, "the kernel threw a C++ exception");
-  block.abandon();
+  fail(cudaErrorLaunchFailure, "the kernel threw a C++ exception");
 }
 
 void Block::prepare(const Launch& next) {
@@ -476,12 +425,14 @@ bool Block::run(uint64_t number_in_grid) {
   signals.ticks = 0;
   signals.faulted = signals.stopped = false;
   finished = arrived = interval = 0;
-  in_flight.clear();
+  in_flight = {};
+  in_flight.threads.resize(threads);
+  in_flight.products.resize(warp_count);
+  in_flight.issued.resize(warp_count / 4);
   cluster = launch->cluster > 0 ? &launch->clusters[number / launch->cluster] : nullptr;
   if (cluster != nullptr) cluster->begin(*this);
   if (checks_races && races == nullptr) races = new Races(*this);
   if (races != nullptr) races->begin_block();
-  polls.assign(threads * kPolls, {});
   stuck_round = access = 0;
   begin_interval();
   switch_context(main, *next_ready());
@@ -490,7 +441,7 @@ bool Block::run(uint64_t number_in_grid) {
   if (error == cudaSuccess && left != nullptr) {
     error = cudaErrorLaunchFailure;
     std::snprintf(message, sizeof message, "the block ends before %s is complete; block %s",
-                  left->text().text, text(index).c_str());
+                  to_string(*left).c_str(), text(index).c_str());
   }
   if (error == cudaSuccess) check_shared();
   if (signals.stopped) drop_stacks();  // and whatever a fiber was changing there
@@ -535,11 +486,10 @@ void Block::drop_stacks() {
   madvise(reinterpret_cast<void*>(stacks), kMaxThreads * kStackBytes, MADV_DONTNEED);
 }
 
-// All blocks of this library, and the error of each host thread's last launch.
+// All blocks of this library.
 struct Blocks {
   std::mutex mutex;
   std::atomic<Block*> first{nullptr};  // only ever grows: the signal handlers walk it
-  std::map<std::thread::id, std::string> errors;
 
   static Blocks& instance() {
     static Blocks* const blocks = new Blocks;  // never destroyed: threads may outlive statics
@@ -569,25 +519,7 @@ struct Blocks {
     while (block != nullptr && !block->owns(stack_pointer)) block = block->next_of_all;
     return block;
   }
-
-  cudaError_t report(cudaError_t code, const std::string& message) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (code == cudaSuccess) {
-      errors.erase(std::this_thread::get_id());
-    } else {
-      errors[std::this_thread::get_id()] = message;
-    }
-    return code;
-  }
 };
-
-// Returns the error of the calling thread's last launch, or an empty string.
-inline std::string last_error() {
-  Blocks& blocks = Blocks::instance();
-  const std::lock_guard<std::mutex> lock(blocks.mutex);
-  const auto found = blocks.errors.find(std::this_thread::get_id());
-  return found == blocks.errors.end() ? "" : found->second;
-}
 
 // Returns the block that the calling CUDA thread belongs to, or null in host code.
 inline Block* this_block() {
@@ -620,6 +552,13 @@ void fail(cudaError_t code, const char* what) {
   throw std::runtime_error(what);
 }
 
-}  // namespace attention::emulator
+void fail(const Site& site, const char* what, cudaError_t code) {
+  fail(code, to_string(site) + ": " + what);
+}
 
-#pragma GCC visibility pop
+void check_shared(const void* address, const char* what, const Site& site) {
+  if (!this_fiber().block->shared.has(address))
+    fail(site, what + std::string(" is not in shared memory"), cudaErrorIllegalAddress);
+}
+
+}  // namespace attention::emulator

@@ -19,7 +19,6 @@
 #include "in_flight.h"
 #include "races.h"
 #include "shared_memory.h"
-#include "warp.h"
 
 #pragma GCC visibility push(hidden)
 
@@ -32,6 +31,12 @@ struct Device {
   size_t shared_limit;  // most that a block may request; 0 for an unknown device
   int multiprocessors;  // 0 if the setting is invalid
 
+  // Returns how many blocks a multiprocessor holds. They are limited by shared memory, of which
+  // each takes an extra 1 KB, and by the 1024 threads: the emulator does not know about registers.
+  uint64_t blocks_at_once(uint64_t threads, size_t dynamic_shared) const {
+    const uint64_t fit = (shared_limit + 1024) / (dynamic_shared + 1024);
+    return std::min<uint64_t>(fit, 1024 / std::max<uint64_t>(threads, 1));
+  }
   static Device emulated();
 };
 
@@ -63,6 +68,8 @@ struct Launch {
   GridRun* run = nullptr;              // which its blocks belong to
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
+
+  unsigned blocks_of_cluster() const { return cluster == 0 ? 1 : cluster; }
 };
 
 // What the signal handlers recorded about a block; see faults.cpp.
@@ -117,16 +124,11 @@ struct Block {
   SharedMemory shared;
   InFlight in_flight;
   Cluster* cluster = nullptr;
-  Races* races = nullptr;  // if the version file is compiled to detect them
-  struct Poll {
-    const void* word;
-    uint64_t value;
-  };
-  std::vector<Poll> polls;   // the last kPolls of each thread
+  Races* races = nullptr;    // if the version file is compiled to detect them
   uint64_t stuck_round = 0;  // of the grid, in which the block was last found to wait
   uintptr_t access = 0;      // where the kernel has called, while an access of its is checked
-  bool has_turn = false;     // among the blocks of a grid that take turns
 
+  OfThread& own() { return in_flight.threads[this_fiber().thread]; }
   Fiber& fiber(unsigned thread) { return *warps[thread / kWarpSize].fibers[thread % kWarpSize]; }
   bool owns(uintptr_t address) const {
     return address - stacks + kStackBytes < (kMaxThreads + 1) * kStackBytes;
@@ -149,7 +151,8 @@ struct Block {
   // Failing: a failing fiber calls record() and then, when it has no object left to destroy,
   // abandon(), which ends the block and discards the frames of all its fibers.
   void record(cudaError_t code, const char* what, const Fiber& culprit = this_fiber());
-  void record_divergence(const Site& here, const Site& there, const Fiber& other);
+  [[noreturn]] static void fail_by_divergence(const Site& here, const Site& there,
+                                              const Fiber& other);
   [[noreturn]] void abandon();
 
   // prepare() makes room for the launch; run() runs one block of the grid. It returns false if the
@@ -205,10 +208,11 @@ void fence(Scope scope);
 void set_scope(Scope scope);
 
 // A thread has read a word, or failed to change it, and may do so until another one has. The second
-// time in a row, or if the word is null, it lets others run. If none can run that would change it, the launch fails.
-// `site` or, if it has no name, `code` is where.
+// time in a row, or if the word is null, it lets others run. If none can run that would change it,
+// the launch fails. `site` or, if it has no name, `code` is where.
 void note_poll(const void* word, uint64_t value, const Site& site, const void* code = nullptr);
-// Lets other blocks run, if the blocks of the grid take turns. waits: whether this one waits for them.
+// Lets other blocks run, if the blocks of the grid take turns. waits: whether this one waits for
+// them.
 void let_other_blocks_run(Block& block, bool waits);
 // Counts a poll. Ends the thread if no running block can change what it polls.
 void end_if_hopeless(const Site& site, const void* code = nullptr);
@@ -219,6 +223,10 @@ int print(const char* file, int line, const char* format, ...);
 // Ends the calling thread's launch and discards the thread's frames: memory that they allocated
 // leaks. In host code, throws an exception.
 [[noreturn]] void fail(cudaError_t code, const char* what);
+[[noreturn]] void fail(const Site& site, const char* what,
+                       cudaError_t code = cudaErrorLaunchFailure);
+// Fails if an address is not in the block's shared memory; `what` is of the message.
+void check_shared(const void* address, const char* what, const Site& site);
 
 }  // namespace attention::emulator
 

@@ -1,81 +1,29 @@
 // Clusters: see cluster.h.
 
-#include "cluster.h"
-
-#include <sched.h>
-
-#include <algorithm>
-#include <string>
-#include <utility>
-
-#include "report.h"
-
-#pragma GCC visibility push(hidden)
-
 namespace attention::emulator {
 
-// No thread may fail while it holds one: its frames would be discarded.
-class Locked {
- public:
-  explicit Locked(Cluster& cluster) : mutex(&cluster.mutex) { pthread_mutex_lock(mutex); }
-  ~Locked() { pthread_mutex_unlock(mutex); }
-  Locked(const Locked&) = delete;
-
- private:
-  pthread_mutex_t* const mutex;
-};
-
-unsigned rank_of(const Block& block) {
-  return block.launch->cluster == 0 ? 0 : block.number % block.launch->cluster;
-}
-
-inline void count_event(Cluster& cluster) {
-  __atomic_fetch_add(&cluster.events, 1, __ATOMIC_RELEASE);
-}
-
-inline uint64_t count_events(const Cluster& cluster) {
-  return __atomic_load_n(&cluster.events, __ATOMIC_ACQUIRE) +
-         __atomic_load_n(&cluster.arrived, __ATOMIC_ACQUIRE);
-}
+inline uint64_t count_events(const Cluster& cluster) { return cluster.events + cluster.arrived; }
 
 inline void fail_with(const Cluster& cluster) {
-  if (__atomic_load_n(&cluster.failed, __ATOMIC_ACQUIRE))
-    fail(emulatorErrorCluster, "another block of the cluster has failed");
+  if (cluster.failed.load()) fail(emulatorErrorCluster, "another block of the cluster has failed");
 }
 
 void Cluster::begin(Block& block) {
-  const Locked locked(*this);
-  __atomic_store_n(&blocks[rank_of(block)], &block, __ATOMIC_RELEASE);
-  count_event(*this);
+  const std::lock_guard<std::mutex> lock(mutex);
+  blocks[rank_of(block)] = &block;
+  ++events;
 }
 
 const Site* Cluster::end(const Block& block) {
-  const Locked locked(*this);
+  const std::lock_guard<std::mutex> lock(mutex);
   const unsigned rank = rank_of(block);
-  __atomic_store_n(&blocks[rank], nullptr, __ATOMIC_RELEASE);
+  blocks[rank] = nullptr;
   ended[rank] = true;
-  if (block.error != cudaSuccess) __atomic_store_n(&failed, true, __ATOMIC_RELEASE);
-  count_event(*this);
+  if (block.error != cudaSuccess) failed = true;
+  ++events;
   for (const Message& message : messages[rank])
     if (message.copy.bytes > 0) return &message.copy.site;
   return nullptr;
-}
-
-bool Cluster::send(unsigned block, const Message& message) {
-  const Locked locked(*this);
-  const Block* const other = blocks[block];
-  if (other == nullptr) return false;
-  const SharedMemory& mine = this_fiber().block->shared;
-  Message there = message;
-  const auto move = [&](const void* here) {
-    auto* const byte = static_cast<unsigned char*>(const_cast<void*>(here));
-    return mine.in_other(byte, other->shared);
-  };
-  if (message.copy.bytes > 0) there.copy.to = move(message.copy.to);
-  there.copy.barrier = move(message.copy.barrier);
-  messages[block].push_back(there);
-  count_event(*this);
-  return true;
 }
 
 bool never_ends(bool at_barrier) {
@@ -92,7 +40,7 @@ bool never_ends(bool at_barrier) {
   if (++in_flight.idle < 16 * block.threads + 1000) return false;
   if (cluster == nullptr) return true;
   sched_yield();  // let other blocks run
-  const Locked locked(*cluster);
+  const std::lock_guard<std::mutex> lock(cluster->mutex);
   const unsigned rank = rank_of(block);
   if (count_events(*cluster) != in_flight.events) return false;
   cluster->stuck[rank] = {in_flight.events + 1, in_flight.waits_for_barrier};
@@ -111,164 +59,155 @@ bool never_ends(bool at_barrier) {
 
 namespace attention::ptx {
 
-using emulator::Cluster;
-using emulator::Locked;
-
-[[noreturn]] inline void cluster_failure(const emulator::Site& site, const std::string& what,
-                                         cudaError_t code = cudaErrorLaunchFailure) {
-  emulator::fail(code, (site.text().text + (": " + what)).c_str());
-}
-
-[[noreturn]] inline void not_running(const emulator::Site& site) {
-  if (const Cluster* const cluster = emulator::this_fiber().block->cluster)
-    emulator::fail_with(*cluster);
-  cluster_failure(site, "that block of the cluster has not begun, or has ended",
-                  cudaErrorIllegalAddress);
+[[noreturn]] inline void not_running(const Site& site) {
+  if (const Cluster* const cluster = this_fiber().block->cluster) fail_with(*cluster);
+  fail(site, "that block of the cluster has not begun, or has ended", cudaErrorIllegalAddress);
 }
 
 // ---- The cluster's barrier ----------------------------------------------------------------------
 
-void arrive_at_cluster(bool releases, const emulator::Site& site) {
-  emulator::Fiber& self = emulator::this_fiber();
+void cluster_arrive(bool releases, const char* file, int line) {
+  Block& block = *this_fiber().block;
+  OfThread& self = block.own();
   if (self.cluster_arrivals++ != self.cluster_waits)
-    cluster_failure(site, "the thread has not waited since it arrived");
-  Cluster& cluster = *self.block->cluster;
-  if (emulator::Races* const races = self.block->races) {
-    const emulator::Knowledge mine =
-        releases ? races->knowledge() : races->fenced(emulator::Scope::kCluster);
+    fail({"cluster_arrive", file, line}, "the thread has not waited since it arrived");
+  Cluster& cluster = *block.cluster;
+  if (Races* const races = block.races) {
+    const Knowledge mine = releases ? races->knowledge() : races->fenced(Scope::kCluster);
     races->advance();
-    const Locked locked(cluster);
+    const std::lock_guard<std::mutex> lock(cluster.mutex);
     auto& barrier = cluster.barriers[self.cluster_arrivals % 2];
     if (std::exchange(barrier.arrival, self.cluster_arrivals) != self.cluster_arrivals)
       barrier.knowledge = {};
     barrier.knowledge.merge(mine);
   }
-  __atomic_fetch_add(&cluster.arrived, 1, __ATOMIC_RELEASE);
-  self.block->in_flight.progress();
+  ++cluster.arrived;
+  block.in_flight.progress();
 }
 
-uint64_t begin_cluster_wait(const emulator::Site& site) {
-  emulator::Fiber& self = emulator::this_fiber();
-  if (self.cluster_waits == self.cluster_arrivals)
-    cluster_failure(site, "the thread has not arrived");
-  return uint64_t{++self.cluster_waits} * self.block->launch->cluster * self.block->threads;
-}
-
-bool has_cluster_arrived(uint64_t due, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
+void cluster_wait(const char* file, int line) {
+  const Site site{"cluster_wait", file, line};
+  Block& block = *this_fiber().block;
+  OfThread& self = block.own();
   Cluster& cluster = *block.cluster;
-  const uint64_t arrived = __atomic_load_n(&cluster.arrived, __ATOMIC_ACQUIRE);
-  if (arrived < due) {
-    if (emulator::never_ends(/*at_barrier=*/false))
-      cluster_failure(site,
-                      "never passes: " + std::to_string(due - arrived) +
-                          " threads of the cluster do not arrive",
-                      cudaErrorLaunchTimeout);
-    return false;
+  if (self.cluster_waits == self.cluster_arrivals) fail(site, "the thread has not arrived");
+  const uint64_t due = uint64_t{++self.cluster_waits} * block.launch->cluster * block.threads;
+  for (;;) {
+    const uint64_t arrived = cluster.arrived.load();
+    if (arrived >= due) break;
+    if (never_ends(/*at_barrier=*/false))
+      fail(site,
+           "never passes: " + std::to_string(due - arrived) +
+               " threads of the cluster do not arrive",
+           cudaErrorLaunchTimeout);
+    switch_to(block.yield());
   }
   block.in_flight.progress();
-  if (block.races != nullptr) {
-    const Locked locked(cluster);
-    block.races->learn(cluster.barriers[emulator::this_fiber().cluster_waits % 2].knowledge);
-  }
-  return true;
+  if (block.races == nullptr) return;
+  const std::lock_guard<std::mutex> lock(cluster.mutex);
+  block.races->learn(cluster.barriers[self.cluster_waits % 2].knowledge);
 }
 
 // ---- The shared memory of another block ---------------------------------------------------------
 
-// Returns the byte of another block's shared memory that corresponds to `here`.
-unsigned char* block_memory(unsigned char* here, unsigned block, const emulator::Site& site) {
-  const emulator::Block& self = *emulator::this_fiber().block;
-  const emulator::Block* const other =
-      block < self.launch->cluster ? __atomic_load_n(&self.cluster->blocks[block], __ATOMIC_ACQUIRE)
-                                   : nullptr;
+unsigned char* block_memory(unsigned char* here, unsigned block, const Site& site) {
+  const Block& self = *this_fiber().block;
+  const Block* const other =
+      block < self.launch->cluster ? self.cluster->blocks[block].load() : nullptr;
   if (other == nullptr) not_running(site);
-  if (!self.shared.has(here))
-    cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
+  check_shared(here, "the address", site);
   return self.shared.in_other(here, other->shared);
 }
 
-void store_float_to_block(float* here, unsigned block, float value, const void* code,
-                          const emulator::Site& site) {
-  auto* const byte = block_memory(reinterpret_cast<unsigned char*>(here), block, site);
-  if (emulator::Races* const races = emulator::this_fiber().block->races)
-    races->access(byte, sizeof value, emulator::AccessKind::kWrite, code);
+void store_to_block(float* here, unsigned block, float value, const char* file, int line) {
+  auto* const byte =
+      block_memory(reinterpret_cast<unsigned char*>(here), block, {"store_to_block", file, line});
+  if (Races* const races = this_fiber().block->races)
+    races->access(byte, sizeof value, AccessKind::kWrite, __builtin_return_address(0));
   *reinterpret_cast<float*>(byte) = value;
 }
 
-void send(unsigned block, const emulator::BulkCopy& copy, const void* code) {
-  emulator::Block& self = *emulator::this_fiber().block;
-  emulator::Message message{copy, code, {}};
+void send(unsigned block, const BulkCopy& copy, const void* code) {
+  Block& self = *this_fiber().block;
+  Cluster& cluster = *self.cluster;
+  Message message{copy, code, {}};
   if (self.races != nullptr) {
     message.knowledge = self.races->knowledge();
     self.races->advance();
   }
-  if (!self.cluster->send(block, message)) not_running(copy.site);
+  std::unique_lock<std::mutex> lock(cluster.mutex);
+  if (const Block* const other = cluster.blocks[block]) {
+    const auto move = [&](const void* here) {
+      auto* const byte = static_cast<unsigned char*>(const_cast<void*>(here));
+      return self.shared.in_other(byte, other->shared);
+    };
+    if (copy.bytes > 0) message.copy.to = move(copy.to);
+    message.copy.barrier = move(copy.barrier);
+    cluster.messages[block].push_back(message);
+    ++cluster.events;
+  } else {
+    lock.unlock();
+    not_running(copy.site);
+  }
   self.in_flight.progress();
 }
 
 void send_bytes(void* here, unsigned block, const unsigned* words, unsigned bytes, Barrier* barrier,
-                const void* code, const emulator::Site& site) {
-  emulator::Block& self = *emulator::this_fiber().block;
-  if (block >= std::max(self.launch->cluster, 1u)) not_running(site);
+                const char* file, int line) {
+  const Site site{"send_words", file, line};
+  const void* const code = __builtin_return_address(0);
+  Block& self = *this_fiber().block;
+  if (block >= self.launch->blocks_of_cluster()) not_running(site);
   if (reinterpret_cast<uintptr_t>(here) % bytes != 0)
-    cluster_failure(site, "the address is not aligned", cudaErrorMisalignedAddress);
-  if (!self.shared.has(here))
-    cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
+    fail(site, "the address is not aligned", cudaErrorMisalignedAddress);
+  check_shared(here, "the address", site);
   const unsigned* kept;
   {
-    const Locked locked(*self.cluster);
+    const std::lock_guard<std::mutex> lock(self.cluster->mutex);
     std::array<unsigned, 4>& last = self.cluster->words.emplace_back();
     std::copy_n(words, bytes / sizeof(unsigned), last.begin());
     kept = last.data();
   }
-  const emulator::BulkCopy copy{here, kept, bytes, barrier, site};
-  if (block != emulator::rank_of(self)) {
+  const BulkCopy copy{here, bytes, barrier, site, line_of(kept, bytes)};
+  if (block != rank_of(self)) {
     send(block, copy, code);
     return;
-  }
-  check_use(barrier, site);
-  if (self.races != nullptr) {
-    self.races->access(here, bytes, emulator::AccessKind::kCopy, code);
-    self.races->release(barrier);
   }
   begin_copy(copy, code);
   self.in_flight.progress();
 }
 
-void arrive_at_block(Barrier* here, unsigned block, const emulator::Site& site) {
-  const emulator::Block& self = *emulator::this_fiber().block;
-  if (block >= std::max(self.launch->cluster, 1u)) not_running(site);
-  if (!self.shared.has(here))
-    cluster_failure(site, "the address is not in shared memory", cudaErrorIllegalAddress);
-  if (block == emulator::rank_of(self)) {
+void barrier_arrive_at_block(Barrier* here, unsigned block, const char* file, int line) {
+  const Site site{"barrier_arrive_at_block", file, line};
+  const Block& self = *this_fiber().block;
+  if (block >= self.launch->blocks_of_cluster()) not_running(site);
+  check_shared(here, "the address", site);
+  if (block == rank_of(self)) {
     arrive(here, 0, site);
   } else {
-    send(block, {nullptr, nullptr, 0, here, site}, nullptr);
+    send(block, {nullptr, 0, here, site}, nullptr);
   }
 }
 
 void receive_messages() {
-  emulator::Block& block = *emulator::this_fiber().block;
+  Block& block = *this_fiber().block;
   if (block.launch->cluster < 2) return;
-  const unsigned rank = emulator::rank_of(block);
-  std::vector<emulator::Message> messages;
+  const unsigned rank = rank_of(block);
+  std::vector<Message> messages;
   {
-    const Locked locked(*block.cluster);
+    const std::lock_guard<std::mutex> lock(block.cluster->mutex);
     messages.swap(block.cluster->messages[rank]);
   }
-  for (const emulator::Message& message : messages) {
-    const emulator::BulkCopy& copy = message.copy;
+  for (const Message& message : messages) {
+    const BulkCopy& copy = message.copy;
     take_message(message);
     block.in_flight.progress();
     if (copy.bytes == 0) continue;
     if (block.races != nullptr)
       block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge,
                                    copy.barrier);
-    begin_copy(copy, message.code);
+    add_copy(copy, message.code);
   }
 }
 
 }  // namespace attention::ptx
-
-#pragma GCC visibility pop

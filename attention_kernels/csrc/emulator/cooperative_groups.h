@@ -1,8 +1,8 @@
 // Cooperative groups: the block, tiles of a warp, a warp's lanes, the cluster, the grid.
 //
-// A fiber does not know which lanes are with it in a branch, so coalesced_threads() are all lanes of
-// the warp that have not returned: in a branch that some of them do not take, the group waits for
-// lanes that never arrive, which is an error.
+// A fiber does not know which lanes are with it in a branch, so coalesced_threads() are all lanes
+// of the warp that have not returned: in a branch that some of them do not take, the group waits
+// for lanes that never arrive, which is an error.
 
 #pragma once
 
@@ -87,7 +87,7 @@ class lanes {
   T from(T value, unsigned rank, const emulator::Site& site) const {
     unsigned rest = mask;
     for (unsigned i = rank % size(); i > 0; --i) rest &= rest - 1;
-    return emulator::shuffle(mask, value, 32, site, [&](int, int) { return __builtin_ctz(rest); });
+    return emulator::exchange(mask, value, __builtin_ctz(rest), site);
   }
 
   unsigned mask;
@@ -114,8 +114,8 @@ class grid_group {
   static void sync(ATTENTION_EMULATOR_SITE) {
     const emulator::Launch& launch = *emulator::this_fiber().block->launch;
     if (!launch.is_at_once && num_blocks() > 1)
-      emulator::fail(cudaErrorLaunchFailure, emulator::Site{"grid_group::sync", file, line}.text() +
-                                                 ": the kernel's blocks do not all run at once");
+      emulator::fail(emulator::Site{"grid_group::sync", file, line},
+                     "the kernel's blocks do not all run at once");
     thread_block::sync(file, line);
     if (thread_block::thread_rank() == 0) {
       __threadfence();
@@ -144,19 +144,15 @@ inline grid_group this_grid() { return {}; }
 class cluster_group {
  public:
   static void sync(ATTENTION_EMULATOR_SITE) {
-    attention::ptx::cluster_arrive(file, line);
-    attention::ptx::cluster_wait(file, line);
+    barrier_arrive(file, line);
+    barrier_wait(file, line);
   }
   static void barrier_arrive(ATTENTION_EMULATOR_SITE) {
-    attention::ptx::cluster_arrive(file, line);
+    attention::ptx::cluster_arrive(true, file, line);
   }
   static void barrier_wait(ATTENTION_EMULATOR_SITE) { attention::ptx::cluster_wait(file, line); }
   static unsigned block_rank() { return emulator::rank_of(*emulator::this_fiber().block); }
-  static unsigned num_blocks() {
-    return emulator::this_fiber().block->launch->cluster > 1
-               ? emulator::this_fiber().block->launch->cluster
-               : 1;
-  }
+  static unsigned num_blocks() { return emulator::this_fiber().block->launch->blocks_of_cluster(); }
   static dim3 block_index() { return {block_rank()}; }
   static dim3 dim_blocks() { return {num_blocks()}; }
   static unsigned thread_rank() {

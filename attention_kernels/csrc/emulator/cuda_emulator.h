@@ -2,11 +2,11 @@
 // -DATTENTION_EMULATOR, g++ builds the same files as nvcc. It is meant to find wrong kernels and to
 // count, not to be fast.
 //
-// This file declares CUDA's names. Below it, block.h has a launch and a block, warp.h a warp's
-// operations, fiber.h a thread, shared_memory.h a block's memory, in_flight.h what it has begun and
+// This file declares CUDA's names. Below it, block.h has a launch and a block, fiber.h a thread and
+// a warp, shared_memory.h a block's memory, in_flight.h what it has begun and
 // not finished, and types.h CUDA's types. Half precision is in cuda_fp16.h and cuda_bf16.h,
-// fragments (nvcuda::wmma) are in mma.h and asynchronous copies in cuda_pipeline.h: with -I for this
-// folder, a kernel's own `#include <mma.h>` finds them. The functions of ptx.cuh are in barrier.h,
+// fragments (nvcuda::wmma) are in mma.h and asynchronous copies in cuda_pipeline.h: with -I for
+// this folder, a kernel's own `#include <mma.h>` finds them. The functions of ptx.cuh are in
 // cluster.h and ptx.h, those of tma.cuh and wgmma.cuh in tma.h and wgmma.h.
 //
 // The part that does not depend on the kernel is in runtime.cpp, compiled once, with binding.cpp,
@@ -21,15 +21,15 @@
 //   ATTENTION_EMULATOR_POISON   hexadecimal word that fills shared memory, scratch and outputs
 //   ATTENTION_EMULATOR_TIMEOUT  seconds that a block may take: 60 by default; 0: no limit
 //
-// Limits: clock64() is a compile error, and so is inline PTX that ptx.txt does not have. Threads that
-// wait at different __syncthreads() are an error, as in CUDA's documentation, though hardware tolerates it.
-// A shuffle orders memory accesses here, which CUDA does not promise: compiled with
-// -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that reads a plain word
-// until another one writes spins until the block's time is up, unless it calls poll_again() or
-// __nanosleep(); volatiles and atomics let others run. A library of
-// emulated kernels must not define a thread_local of its own, nor link one from a static C++ library
-// (see Library). Where races are looked for, what an inline function of these headers accesses counts
-// as the kernel's own: apart from the block and its threads it may touch no memory of the emulator's.
+// Limits: clock64() is a compile error, and so is inline PTX that ptx.txt does not have. Threads
+// that wait at different __syncthreads() are an error, as in CUDA's documentation, though hardware
+// tolerates it. A shuffle orders memory accesses here, which CUDA does not promise: compiled with
+// -fsanitize=thread, a kernel that relies on it is reported (races.h). A thread that reads a plain
+// word until another one writes spins until the block's time is up, unless it calls poll_again() or
+// __nanosleep(); volatiles and atomics let others run. A library of emulated kernels must not
+// define a thread_local of its own, nor link one from a static C++ library (see Library). Where
+// races are looked for, what an inline function of these headers accesses counts as the kernel's
+// own: apart from the block and its threads it may touch no memory of the emulator's.
 
 #pragma once
 
@@ -85,35 +85,41 @@ namespace attention::emulator {
 
 ATTENTION_EMULATOR_INLINE unsigned wait_for_block(bool predicate, const char* name,
                                                   const char* file, int line) {
-  Fiber& self = this_fiber();
-  Fiber* const to = self.block->arrive_at_barrier(predicate, name, file, line);
-  if (to != &self) switch_context(self, *to);
-  return self.block->barrier_votes;
+  Block& block = *this_fiber().block;
+  switch_to(block.arrive_at_barrier(predicate, name, file, line));
+  return block.barrier_votes;
 }
 
 ATTENTION_EMULATOR_INLINE uint64_t wait_for_warp(WarpOp op, unsigned mask, uint64_t value,
                                                  unsigned source, const Site& site) {
   Fiber& self = this_fiber();
-  Fiber* const to = self.block->arrive_in_warp(op, mask, value, source, &site);
-  if (to != &self) switch_context(self, *to);
+  switch_to(self.block->arrive_in_warp(op, mask, value, source, &site));
   return self.block->warp->result[self.thread % kWarpSize];
 }
 
-// source(lane, first lane of its segment of `width` lanes) returns the lane to read from.
-template <typename T, typename Source>
-ATTENTION_EMULATOR_INLINE T shuffle(unsigned mask, T value, int width, const Site& site,
-                                    Source source) {
+// Returns the value of lane `source`.
+template <typename T>
+ATTENTION_EMULATOR_INLINE T exchange(unsigned mask, T value, unsigned source, const Site& site) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
-  Fiber& self = this_fiber();
-  if (width < 1 || width > 32 || (width & (width - 1)) != 0) {
-    fail(cudaErrorLaunchFailure, site.text() + ": width is not a power of two up to 32");
-  }
-  const int lane = static_cast<int>(self.thread % kWarpSize);
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  bits = wait_for_warp(WarpOp::kShuffle, mask, bits, source(lane, lane & -width), site);
+  bits = wait_for_warp(WarpOp::kShuffle, mask, bits, source, site);
   std::memcpy(&value, &bits, sizeof(T));
   return value;
+}
+
+// Returns the lane that PTX's shfl reads, which is the caller's if the other is not in its segment.
+// how: the first letter of up, down, bfly or idx. b, c: PTX's operands.
+inline unsigned shuffle_source(char how, unsigned b, unsigned c, bool& is_valid) {
+  const unsigned lane = this_fiber().thread % kWarpSize, segment = c >> 8 & 31;
+  const unsigned first = lane & segment, last = first | (c & 31 & ~segment);
+  b &= 31;
+  const unsigned source = how == 'u'   ? lane - b
+                          : how == 'd' ? lane + b
+                          : how == 'b' ? lane ^ b
+                                       : first | (b & ~segment);
+  is_valid = how == 'u' ? int(source) >= int(last) : source <= last;
+  return is_valid ? source : lane;
 }
 
 }  // namespace attention::emulator
@@ -153,43 +159,27 @@ inline unsigned __activemask() {
   return warp.exists & ~warp.done;
 }
 
-template <typename T>
-ATTENTION_EMULATOR_INLINE T __shfl_sync(unsigned mask, T value, int source, int width = 32,
-                                        ATTENTION_EMULATOR_SITE) {
-  return attention::emulator::shuffle(
-      mask, value, width, {"__shfl_sync", file, line},
-      [&](int, int first) { return first + (source & (width - 1)); });
-}
-template <typename T>
-ATTENTION_EMULATOR_INLINE T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                                           ATTENTION_EMULATOR_SITE) {
-  return attention::emulator::shuffle(
-      mask, value, width, {"__shfl_up_sync", file, line}, [&](int lane, int first) {
-        return delta > unsigned(lane - first) ? lane : lane - int(delta);
-      });
-}
-template <typename T>
-ATTENTION_EMULATOR_INLINE T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                                             ATTENTION_EMULATOR_SITE) {
-  return attention::emulator::shuffle(
-      mask, value, width, {"__shfl_down_sync", file, line}, [&](int lane, int first) {
-        return delta >= unsigned(first + width - lane) ? lane : lane + int(delta);
-      });
-}
-template <typename T>
-ATTENTION_EMULATOR_INLINE T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32,
-                                            ATTENTION_EMULATOR_SITE) {
-  return attention::emulator::shuffle(
-      mask, value, width, {"__shfl_xor_sync", file, line}, [&](int lane, int first) {
-        return unsigned(lane ^ lane_mask) >= unsigned(first + width) ? lane : lane ^ lane_mask;
-      });
-}
+#define ATTENTION_EMULATOR_SHUFFLE(name, how, last)                                           \
+  template <typename T>                                                                       \
+  ATTENTION_EMULATOR_INLINE T name(unsigned mask, T value, unsigned operand, int width = 32,  \
+                                   ATTENTION_EMULATOR_SITE) {                                 \
+    using namespace attention::emulator;                                                      \
+    const Site site{#name, file, line};                                                       \
+    if (width < 1 || width > 32 || (width & (width - 1)) != 0)                                \
+      fail(site, "width is not a power of two up to 32");                                     \
+    bool is_valid;                                                                            \
+    const unsigned source = shuffle_source(how, operand, (32 - width) << 8 | last, is_valid); \
+    return exchange(mask, value, source, site);                                               \
+  }
+ATTENTION_EMULATOR_SHUFFLE(__shfl_sync, 'i', 31)
+ATTENTION_EMULATOR_SHUFFLE(__shfl_up_sync, 'u', 0)
+ATTENTION_EMULATOR_SHUFFLE(__shfl_down_sync, 'd', 31)
+ATTENTION_EMULATOR_SHUFFLE(__shfl_xor_sync, 'b', 31)
+#undef ATTENTION_EMULATOR_SHUFFLE
 
 // Time is meaningless when threads run one after the other.
-#define ATTENTION_EMULATOR_NO_CLOCK \
-  __attribute__((error("the CPU emulator has no clock: its threads run one after the other")))
-ATTENTION_EMULATOR_NO_CLOCK long long clock64();
-#undef ATTENTION_EMULATOR_NO_CLOCK
+long long clock64()
+    __attribute__((error("the CPU emulator has no clock: its threads run one after the other")));
 
 inline void __threadfence() { attention::emulator::fence(attention::emulator::Scope::kDevice); }
 inline void __threadfence_system() { __threadfence(); }
@@ -200,8 +190,7 @@ inline void __nanosleep(unsigned, ATTENTION_EMULATOR_SITE) {
   attention::emulator::note_poll(nullptr, 0, {"__nanosleep", file, line});
 }
 [[noreturn]] inline void __trap(ATTENTION_EMULATOR_SITE) {
-  attention::emulator::fail(cudaErrorLaunchFailure,
-                            attention::emulator::Site{"__trap", file, line}.text());
+  attention::emulator::fail({"__trap", file, line}, "the kernel traps");
 }
 
 // ---- Memory -------------------------------------------------------------------------------------
@@ -226,8 +215,8 @@ ATTENTION_EMULATOR_ACCESS(__ldlu, __stlu)
 
 namespace attention::emulator {
 
-// Blocks run on several OS threads, so this must be atomic on the host. Returns the old value. With a
-// site, a thread that repeats it in vain lets others run.
+// Blocks run on several OS threads, so this must be atomic on the host. Returns the old value. With
+// a site, a thread that repeats it in vain lets others run.
 template <typename T, typename Function>
 ATTENTION_EMULATOR_INLINE T atomic_update(T* address, Function function,
                                           Scope scope = Scope::kDevice,
@@ -268,18 +257,19 @@ ATTENTION_EMULATOR_INLINE T load_atomic(const T* from, Scope scope,
 
 // Each also with the scope of the block, and of the system, which includes only one device here.
 // A maximum that changes nothing is no reason to wait.
-#define ATTENTION_EMULATOR_SCOPED(name, scope, polls, expression)                              \
+#define ATTENTION_EMULATOR_SCOPED(name, scope, polls, expression, ...)                         \
   template <typename T>                                                                        \
-  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> value,                    \
-                                   ATTENTION_EMULATOR_SITE) {                                  \
+  ATTENTION_EMULATOR_INLINE T name(T* address, __VA_ARGS__, ATTENTION_EMULATOR_SITE) {         \
     return attention::emulator::atomic_update(address, [&](T old) -> T { return expression; }, \
                                               attention::emulator::Scope::scope,               \
                                               {polls ? #name : nullptr, file, line});          \
   }
-#define ATTENTION_EMULATOR_ATOMIC(name, polls, expression)             \
-  ATTENTION_EMULATOR_SCOPED(name, kDevice, polls, expression)          \
-  ATTENTION_EMULATOR_SCOPED(name##_system, kDevice, polls, expression) \
-  ATTENTION_EMULATOR_SCOPED(name##_block, kBlock, polls, expression)
+#define ATTENTION_EMULATOR_SCOPES(name, polls, expression, ...)                     \
+  ATTENTION_EMULATOR_SCOPED(name, kDevice, polls, expression, __VA_ARGS__)          \
+  ATTENTION_EMULATOR_SCOPED(name##_system, kDevice, polls, expression, __VA_ARGS__) \
+  ATTENTION_EMULATOR_SCOPED(name##_block, kBlock, polls, expression, __VA_ARGS__)
+#define ATTENTION_EMULATOR_ATOMIC(name, polls, expression) \
+  ATTENTION_EMULATOR_SCOPES(name, polls, expression, std::common_type_t<T> value)
 ATTENTION_EMULATOR_ATOMIC(atomicAdd, true, old + value)
 ATTENTION_EMULATOR_ATOMIC(atomicSub, true, old - value)
 ATTENTION_EMULATOR_ATOMIC(atomicMax, false, old < value ? value : old)
@@ -290,21 +280,11 @@ ATTENTION_EMULATOR_ATOMIC(atomicXor, true, old ^ value)
 ATTENTION_EMULATOR_ATOMIC(atomicExch, true, (void(old), value))
 ATTENTION_EMULATOR_ATOMIC(atomicInc, true, old >= value ? T(0) : T(old + 1))
 ATTENTION_EMULATOR_ATOMIC(atomicDec, true, old == 0 || old > value ? value : T(old - 1))
+ATTENTION_EMULATOR_SCOPES(atomicCAS, true, old == expected ? value : old,
+                          std::common_type_t<T> expected, std::common_type_t<T> value)
 #undef ATTENTION_EMULATOR_ATOMIC
+#undef ATTENTION_EMULATOR_SCOPES
 #undef ATTENTION_EMULATOR_SCOPED
-
-#define ATTENTION_EMULATOR_CAS(name, scope)                                                \
-  template <typename T>                                                                    \
-  ATTENTION_EMULATOR_INLINE T name(T* address, std::common_type_t<T> expected,             \
-                                   std::common_type_t<T> value, ATTENTION_EMULATOR_SITE) { \
-    return attention::emulator::atomic_update(                                             \
-        address, [&](T old) { return old == expected ? value : old; },                     \
-        attention::emulator::Scope::scope, {#name, file, line});                           \
-  }
-ATTENTION_EMULATOR_CAS(atomicCAS, kDevice)
-ATTENTION_EMULATOR_CAS(atomicCAS_system, kDevice)
-ATTENTION_EMULATOR_CAS(atomicCAS_block, kBlock)
-#undef ATTENTION_EMULATOR_CAS
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
@@ -392,27 +372,20 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
 };
 
+#define ATTENTION_EMULATOR_NAME(name, code, text) \
+  if (error == name) return #name;
+#define ATTENTION_EMULATOR_TEXT(name, code, text) \
+  if (error == name) return text;
 inline const char* cudaGetErrorName(cudaError_t error) {
-  switch (error) {
-#define X(name, code, text) \
-  case name:                \
-    return #name;
-    ATTENTION_EMULATOR_ERRORS(X)
-#undef X
-  }
+  ATTENTION_EMULATOR_ERRORS(ATTENTION_EMULATOR_NAME)
   return "unrecognized error code";
 }
-
 inline const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-#define X(name, code, text) \
-  case name:                \
-    return text;
-    ATTENTION_EMULATOR_ERRORS(X)
-#undef X
-  }
+  ATTENTION_EMULATOR_ERRORS(ATTENTION_EMULATOR_TEXT)
   return "unrecognized error code";
 }
+#undef ATTENTION_EMULATOR_NAME
+#undef ATTENTION_EMULATOR_TEXT
 
 // Only of a launch by <<<>>>: every other call returns its own error.
 inline cudaError_t cudaGetLastError() {
@@ -429,38 +402,22 @@ inline cudaError_t cudaGetDevice(int* device) {
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
   const attention::emulator::Device device = attention::emulator::Device::emulated();
-  switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock:
-      *value = 1024;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlock:
-      *value = 48 * 1024;
-      break;
-    case cudaDevAttrWarpSize:
-      *value = 32;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = device.multiprocessors;
-      break;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = device.arch / 10;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = device.arch % 10;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = static_cast<int>(device.shared_limit) + 1024;
-      break;
-    case cudaDevAttrCooperativeLaunch:
-      *value = 1;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = static_cast<int>(device.shared_limit);
-      break;
-    default:
-      return cudaErrorInvalidValue;
+  const std::pair<cudaDeviceAttr, int> known[] = {
+      {cudaDevAttrMaxThreadsPerBlock, 1024},
+      {cudaDevAttrMaxSharedMemoryPerBlock, 48 * 1024},
+      {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMultiProcessorCount, device.multiprocessors},
+      {cudaDevAttrComputeCapabilityMajor, device.arch / 10},
+      {cudaDevAttrComputeCapabilityMinor, device.arch % 10},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, static_cast<int>(device.shared_limit) + 1024},
+      {cudaDevAttrCooperativeLaunch, 1},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(device.shared_limit)}};
+  for (const auto& [one, answer] : known) {
+    if (one != attribute) continue;
+    *value = answer;
+    return device.shared_limit == 0 ? cudaErrorInvalidDevice : cudaSuccess;
   }
-  return device.shared_limit == 0 ? cudaErrorInvalidDevice : cudaSuccess;
+  return cudaErrorInvalidValue;
 }
 
 template <typename Function>
@@ -471,13 +428,11 @@ cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute attribute, int val
   return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Limited by shared memory, of which each block takes an extra 1 KB, and by the 1024 threads that
-// every multiprocessor can hold: the emulator does not know about registers.
 template <typename Function>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function*, int threads,
                                                           size_t smem_bytes) {
-  const size_t shared = attention::emulator::Device::emulated().shared_limit + 1024;
-  *blocks = static_cast<int>(std::min<size_t>(shared / (smem_bytes + 1024), 1024 / threads));
+  const auto device = attention::emulator::Device::emulated();
+  *blocks = static_cast<int>(device.blocks_at_once(threads, smem_bytes));
   return cudaSuccess;
 }
 

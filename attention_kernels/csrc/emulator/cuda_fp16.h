@@ -117,6 +117,8 @@ using nv_bfloat162 = __nv_bfloat162;
   inline type2 __floats2##name2##_rn(float x, float y) { return {x, y}; }                   \
   inline type2 __float22##name2##_rn(float2 v) { return {v.x, v.y}; }                       \
   inline float2 __##name2##2float2(type2 v) { return {v.x, v.y}; }                          \
+  inline type2 __halves2##name2(type x, type y) { return {x, y}; }                          \
+  inline type2 make_##name2(type x, type y) { return {x, y}; }                              \
   inline type2 __##name##2##name2(type x) { return {x, x}; }                                \
   inline type __low2##name(type2 v) { return v.x; }                                         \
   inline type __high2##name(type2 v) { return v.y; }                                        \
@@ -138,28 +140,24 @@ ATTENTION_EMULATOR_CONVERSIONS(__half, __half2, half, half2)
 ATTENTION_EMULATOR_CONVERSIONS(__nv_bfloat16, __nv_bfloat162, bfloat16, bfloat162)
 #undef ATTENTION_EMULATOR_CONVERSIONS
 
-inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
-inline __half2 make_half2(__half x, __half y) { return {x, y}; }
-inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
-inline __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
+// Functions whose names do not differ by type, found by that of their arguments.
+namespace attention::emulator {
 
-// Functions whose names do not differ by type.
-#define ATTENTION_EMULATOR_BINARY(name, expression)                                                \
-  template <typename Format>                                                                       \
-  auto __h##name(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b) { \
-    return expression;                                                                             \
-  }                                                                                                \
-  template <typename Format>                                                                       \
-  attention::emulator::Float16x2<Format> __h##name##2(attention::emulator::Float16x2<Format> a,    \
-                                                      attention::emulator::Float16x2<Format> b) {  \
-    return {__h##name(a.x, b.x), __h##name(a.y, b.y)};                                             \
+#define ATTENTION_EMULATOR_BINARY(name, expression)                          \
+  template <typename Format>                                                 \
+  auto __h##name(Float16<Format> a, Float16<Format> b) {                     \
+    return expression;                                                       \
+  }                                                                          \
+  template <typename Format>                                                 \
+  Float16x2<Format> __h##name##2(Float16x2<Format> a, Float16x2<Format> b) { \
+    return {__h##name(a.x, b.x), __h##name(a.y, b.y)};                       \
   }
 ATTENTION_EMULATOR_BINARY(add, a + b)
 ATTENTION_EMULATOR_BINARY(sub, a - b)
 ATTENTION_EMULATOR_BINARY(mul, a* b)
 ATTENTION_EMULATOR_BINARY(div, a / b)
-ATTENTION_EMULATOR_BINARY(max, attention::emulator::Float16<Format>(std::fmax(float(a), float(b))))
-ATTENTION_EMULATOR_BINARY(min, attention::emulator::Float16<Format>(std::fmin(float(a), float(b))))
+ATTENTION_EMULATOR_BINARY(max, Float16<Format>(std::fmax(float(a), float(b))))
+ATTENTION_EMULATOR_BINARY(min, Float16<Format>(std::fmin(float(a), float(b))))
 #undef ATTENTION_EMULATOR_BINARY
 #define __h2div __hdiv2
 // Operations that are not fused with others; here none are.
@@ -171,28 +169,25 @@ ATTENTION_EMULATOR_BINARY(min, attention::emulator::Float16<Format>(std::fmin(fl
 #define __hmul2_rn __hmul2
 
 template <typename Format>
-auto __hfma(attention::emulator::Float16<Format> a, attention::emulator::Float16<Format> b,
-            attention::emulator::Float16<Format> c) {
-  return attention::emulator::Float16<Format>(std::fma(double(a), double(b), double(c)));
+auto __hfma(Float16<Format> a, Float16<Format> b, Float16<Format> c) {
+  return Float16<Format>(std::fma(double(a), double(b), double(c)));
 }
 template <typename Format>
-attention::emulator::Float16x2<Format> __hfma2(attention::emulator::Float16x2<Format> a,
-                                               attention::emulator::Float16x2<Format> b,
-                                               attention::emulator::Float16x2<Format> c) {
+Float16x2<Format> __hfma2(Float16x2<Format> a, Float16x2<Format> b, Float16x2<Format> c) {
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
 // Functions of one number and of a pair; comparisons, which are false if one is a NaN.
-#define ATTENTION_EMULATOR_UNARY(name, expression)           \
-  template <typename Format>                                 \
-  auto name(attention::emulator::Float16<Format> v) {        \
-    const float x = v;                                       \
-    return attention::emulator::Float16<Format>(expression); \
+#define ATTENTION_EMULATOR_UNARY(name, expression) \
+  template <typename Format>                       \
+  auto name(Float16<Format> v) {                   \
+    const float x = v;                             \
+    return Float16<Format>(expression);            \
   }
-#define ATTENTION_EMULATOR_UNARIES(name, name2, expression)                                \
-  ATTENTION_EMULATOR_UNARY(name, expression)                                               \
-  template <typename Format>                                                               \
-  attention::emulator::Float16x2<Format> name2(attention::emulator::Float16x2<Format> v) { \
-    return {name(v.x), name(v.y)};                                                         \
+#define ATTENTION_EMULATOR_UNARIES(name, name2, expression) \
+  ATTENTION_EMULATOR_UNARY(name, expression)                \
+  template <typename Format>                                \
+  Float16x2<Format> name2(Float16x2<Format> v) {            \
+    return {name(v.x), name(v.y)};                          \
   }
 ATTENTION_EMULATOR_UNARIES(__hneg, __hneg2, -x)
 ATTENTION_EMULATOR_UNARIES(__habs, __habs2, std::fabs(x))
@@ -209,16 +204,15 @@ ATTENTION_EMULATOR_UNARIES(hrint, h2rint, std::nearbyint(x))
 #undef ATTENTION_EMULATOR_UNARIES
 #undef ATTENTION_EMULATOR_UNARY
 
-#define ATTENTION_EMULATOR_COMPARISON(name, expression)                                            \
-  template <typename Format>                                                                       \
-  bool __h##name(attention::emulator::Float16<Format> v, attention::emulator::Float16<Format> w) { \
-    const float a = v, b = w;                                                                      \
-    return expression;                                                                             \
-  }                                                                                                \
-  template <typename Format>                                                                       \
-  attention::emulator::Float16x2<Format> __h##name##2(attention::emulator::Float16x2<Format> v,    \
-                                                      attention::emulator::Float16x2<Format> w) {  \
-    return {float(__h##name(v.x, w.x)), float(__h##name(v.y, w.y))};                               \
+#define ATTENTION_EMULATOR_COMPARISON(name, expression)                      \
+  template <typename Format>                                                 \
+  bool __h##name(Float16<Format> v, Float16<Format> w) {                     \
+    const float a = v, b = w;                                                \
+    return expression;                                                       \
+  }                                                                          \
+  template <typename Format>                                                 \
+  Float16x2<Format> __h##name##2(Float16x2<Format> v, Float16x2<Format> w) { \
+    return {float(__h##name(v.x, w.x)), float(__h##name(v.y, w.y))};         \
   }
 ATTENTION_EMULATOR_COMPARISON(eq, a == b)
 ATTENTION_EMULATOR_COMPARISON(ne, a<b || a> b)
@@ -228,19 +222,21 @@ ATTENTION_EMULATOR_COMPARISON(gt, a > b)
 ATTENTION_EMULATOR_COMPARISON(ge, a >= b)
 #undef ATTENTION_EMULATOR_COMPARISON
 template <typename Format>
-int __hisinf(attention::emulator::Float16<Format> v) {
+int __hisinf(Float16<Format> v) {
   return std::isinf(float(v)) ? (v < 0 ? -1 : 1) : 0;
 }
 template <typename Format>
-bool __hisnan(attention::emulator::Float16<Format> v) {
+bool __hisnan(Float16<Format> v) {
   return std::isnan(float(v));
 }
 
 template <typename Format>
-float __low2float(attention::emulator::Float16x2<Format> v) {
+float __low2float(Float16x2<Format> v) {
   return v.x;
 }
 template <typename Format>
-float __high2float(attention::emulator::Float16x2<Format> v) {
+float __high2float(Float16x2<Format> v) {
   return v.y;
 }
+
+}  // namespace attention::emulator

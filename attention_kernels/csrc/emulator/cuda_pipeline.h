@@ -53,7 +53,8 @@ ATTENTION_EMULATOR_INLINE void __pipeline_memcpy_async(void* to, const void* fro
 
 namespace attention::emulator {
 
-// Of `count` threads one copies every count-th part of 16, 8 or 4 bytes, whatever all addresses allow.
+// Of `count` threads one copies every count-th part of 16, 8 or 4 bytes, whatever all addresses
+// allow.
 ATTENTION_EMULATOR_INLINE void copy_parts(void* to, const void* from, size_t bytes, size_t rank,
                                           size_t count, const char* file, int line) {
   const size_t all = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;

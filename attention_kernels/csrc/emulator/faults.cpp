@@ -9,22 +9,6 @@
 // without a barrier never yields, so each OS thread that runs blocks gets a signal every 50 ms,
 // whose handler ends the block if its time is up or Ctrl-C was pressed.
 
-#include <dlfcn.h>
-#include <signal.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <ucontext.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <cerrno>
-#include <mutex>
-#include <stdexcept>
-#include <string>
-#include <system_error>
-
-#pragma GCC visibility push(hidden)
-
 namespace attention::emulator {
 
 constexpr long kTickNanoseconds = 50'000'000;
@@ -73,34 +57,29 @@ extern "C" {
 [[noreturn]] __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1_abort(
     const AccessCheck* check, uintptr_t address) {
   const uintptr_t alignment = uintptr_t{1} << check->log_alignment;
-  if (address % alignment != 0) {
-    const std::string what = "misaligned access at " + check->at.text() + ": a " +
-                             check->type->name + " that is not at a multiple of " +
-                             std::to_string(alignment) + " bytes";
-    fail(cudaErrorMisalignedAddress, what.c_str());
-  }
-  const std::string what = "access out of bounds of an array at " + check->at.text() +
-                           ": no room for a " + check->type->name;
-  fail(cudaErrorIllegalAddress, what.c_str());
+  if (address % alignment != 0)
+    fail(cudaErrorMisalignedAddress, "misaligned access at " + check->at.text() + ": a " +
+                                         check->type->name + " that is not at a multiple of " +
+                                         std::to_string(alignment) + " bytes");
+  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
+                                    ": no room for a " + check->type->name);
 }
 
 [[noreturn]] __attribute__((used)) inline void __ubsan_handle_out_of_bounds_abort(
     const IndexCheck* check, intptr_t index) {
-  const std::string what = "access out of bounds of an array at " + check->at.text() + ": index " +
-                           std::to_string(index) + " of a " + check->array->name;
-  fail(cudaErrorIllegalAddress, what.c_str());
+  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
+                                    ": index " + std::to_string(index) + " of a " +
+                                    check->array->name);
 }
 
 // ---- Functions that the linker redirects --------------------------------------------------------
 
 [[noreturn]] __attribute__((used)) inline void __wrap_exit(int status) {
-  const std::string what = "the version file calls exit(" + std::to_string(status) + ")";
-  fail(cudaErrorLaunchFailure, what.c_str());
+  fail(cudaErrorLaunchFailure, "the version file calls exit(" + std::to_string(status) + ")");
 }
 
 [[noreturn]] __attribute__((used)) inline void __wrap__exit(int status) {
-  const std::string what = "the version file calls _exit(" + std::to_string(status) + ")";
-  fail(cudaErrorLaunchFailure, what.c_str());
+  fail(cudaErrorLaunchFailure, "the version file calls _exit(" + std::to_string(status) + ")");
 }
 
 [[noreturn]] __attribute__((used)) inline void __wrap_abort() {
@@ -110,8 +89,7 @@ extern "C" {
 [[noreturn]] __attribute__((used)) inline void __wrap___assert_fail(const char* condition,
                                                                     const char* file, unsigned line,
                                                                     const char*) {
-  const std::string what = "assert() at " + place(file, int(line)) + ": " + condition;
-  fail(cudaErrorAssert, what.c_str());
+  fail(cudaErrorAssert, "assert() at " + place(file, int(line)) + ": " + condition);
 }
 
 }  // extern "C"
@@ -178,36 +156,22 @@ inline void handle(int signal, void (*handler)(int, siginfo_t*, void*), int flag
   sigaction(signal, &action, &previous_actions[signal]);
 }
 
-inline void record_fault(Block& block) {
+// A fiber continues here after a fault, on its own stack again.
+[[noreturn]] inline void after_fault() {
+  const Block& block = *this_fiber().block;
   const siginfo_t& fault = block.signals.fault;
   const auto address = reinterpret_cast<uintptr_t>(fault.si_addr);
   char text[32];
   std::snprintf(text, sizeof text, " (address 0x%zx)", size_t(address));
   const std::string at = place(block.signals.code);
-  const auto record = [&](cudaError_t code, const std::string& what) {
-    block.record(code, (what + at).c_str());
-  };
-  if (fault.si_signo == SIGFPE) {
-    record(cudaErrorLaunchFailure, "integer division by zero");
-  } else if (fault.si_signo == SIGILL) {
-    record(cudaErrorLaunchFailure, "the kernel traps");
-  } else if (block.owns(address)) {
-    record(cudaErrorLaunchFailure, std::string("stack overflow") + text);
-  } else if (fault.si_signo == SIGBUS || fault.si_code == SI_KERNEL) {
-    record(cudaErrorMisalignedAddress,
-           std::string("access of a misaligned or wild address") + text);
-  } else if (block.shared.is_near(address)) {
-    record(cudaErrorIllegalAddress, "illegal access to " + describe(block.shared, address));
-  } else {
-    record(cudaErrorIllegalAddress, std::string("illegal memory access") + text);
-  }
-}
-
-// A fiber continues here after a fault, on its own stack again.
-[[noreturn]] inline void after_fault() {
-  Block& block = *this_fiber().block;
-  record_fault(block);
-  block.abandon();
+  if (fault.si_signo == SIGFPE) fail(cudaErrorLaunchFailure, "integer division by zero" + at);
+  if (fault.si_signo == SIGILL) fail(cudaErrorLaunchFailure, "the kernel traps" + at);
+  if (block.owns(address)) fail(cudaErrorLaunchFailure, "stack overflow" + (text + at));
+  if (fault.si_signo == SIGBUS || fault.si_code == SI_KERNEL)
+    fail(cudaErrorMisalignedAddress, "access of a misaligned or wild address" + (text + at));
+  if (block.shared.is_near(address))
+    fail(cudaErrorIllegalAddress, "illegal access to " + describe(block.shared, address) + at);
+  fail(cudaErrorIllegalAddress, "illegal memory access" + (text + at));
 }
 
 // A wild address in a kernel is an error of the launch, as on a GPU, and does not end the process.
@@ -268,16 +232,12 @@ inline bool must_stop(Block& block, uintptr_t code) {
   Block& block = *this_fiber().block;
   std::string where = place(block.signals.code);
   if (block.interval + block.arrived > 0)
-    where += std::string(", the last barrier was ") + block.barrier.text().text;
-  if (is_late(block)) {
-    char what[64];
-    std::snprintf(what, sizeof what, "the block did not end in %g s",
-                  block.launch->tick_limit / kTicksPerSecond);
-    block.record(cudaErrorLaunchTimeout, (what + where).c_str());
-  } else {
-    block.record(cudaErrorLaunchFailure, ("interrupted" + where).c_str());
-  }
-  block.abandon();
+    where += ", the last barrier was " + to_string(block.barrier);
+  if (!is_late(block)) fail(cudaErrorLaunchFailure, "interrupted" + where);
+  char what[64];
+  std::snprintf(what, sizeof what, "the block did not end in %g s",
+                block.launch->tick_limit / kTicksPerSecond);
+  fail(cudaErrorLaunchTimeout, what + where);
 }
 
 // The tick signal, which nothing else is likely to use. Each library handles those of its fibers.
@@ -363,5 +323,3 @@ struct SignalStack {
 };
 
 }  // namespace attention::emulator
-
-#pragma GCC visibility pop

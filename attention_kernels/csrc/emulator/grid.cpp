@@ -1,19 +1,5 @@
 // The grid: a launch's settings and checks, and its blocks, run by several OS threads.
 
-#include <algorithm>
-#include <cmath>
-#include <condition_variable>
-#include <cstdlib>
-#include <deque>
-#include <memory>
-#include <numeric>
-#include <optional>
-#include <system_error>
-#include <thread>
-#include <vector>
-
-#pragma GCC visibility push(hidden)
-
 namespace attention::emulator {
 
 constexpr double kTimeout = 60;  // default, in seconds per block
@@ -54,53 +40,51 @@ Device Device::emulated() {
 
 // Reads the environment into the launch. Returns a complaint about it, or "".
 inline std::string read_settings(Launch& launch, uint64_t& workers) {
-  const auto wrong = [](const char* name, const char* value, const char* expected) {
-    return std::string(name) + " is `" + value + "`: it takes " + expected;
+  std::string wrong;
+  // parse(value, end) sets `end` to what it has not parsed, and returns whether the value is
+  // possible.
+  const auto read = [&](const char* name, const char* expected, auto parse) {
+    const char* const value = setting(name);
+    const char* end = "";
+    if (wrong.empty() && value != nullptr &&
+        (!parse(value, const_cast<char**>(&end)) || *end != '\0'))
+      wrong = std::string(name) + " is `" + value + "`: it takes " + expected;
   };
-  char* end = nullptr;
   const Device device = Device::emulated();
   launch.arch = device.arch;
   launch.shared_limit = device.shared_limit;
-  if (launch.shared_limit == 0) {
-    return wrong("ATTENTION_EMULATOR_ARCH", setting("ATTENTION_EMULATOR_ARCH"),
-                 "70, 75, 80, 86, 87, 89, 90, 100, 103 or 120");
-  }
-  if (device.multiprocessors == 0) {
-    const char* const name = "ATTENTION_EMULATOR_MULTIPROCESSORS";
-    return wrong(name, setting(name), "a number of multiprocessors, 1 to 1024");
-  }
-  if (const char* const value = setting("ATTENTION_EMULATOR_POISON")) {
-    const unsigned long word = std::strtoul(value, &end, 16);
+  launch.tick_limit = static_cast<unsigned>(kTimeout * kTicksPerSecond);
+  workers = std::thread::hardware_concurrency();
+  read("ATTENTION_EMULATOR_ARCH", "70, 75, 80, 86, 87, 89, 90, 100, 103 or 120",
+       [&](const char*, char**) { return device.shared_limit != 0; });
+  read("ATTENTION_EMULATOR_MULTIPROCESSORS", "a number of multiprocessors, 1 to 1024",
+       [&](const char*, char**) { return device.multiprocessors != 0; });
+  read("ATTENTION_EMULATOR_POISON", "a hexadecimal word", [&](const char* value, char** end) {
+    const unsigned long word = std::strtoul(value, end, 16);
     launch.poison = static_cast<uint32_t>(word);
-    if (*end != '\0' || *value == '-' || word != launch.poison)
-      return wrong("ATTENTION_EMULATOR_POISON", value, "a hexadecimal word");
-  }
-  if (const char* const value = setting("ATTENTION_EMULATOR_ORDER")) {
+    return *value != '-' && word == launch.poison;
+  });
+  read("ATTENTION_EMULATOR_ORDER", "reverse or shuffle:<seed>", [&](const char* value, char** end) {
     if (std::strncmp(value, "shuffle:", 8) == 0 && value[8] >= '0' && value[8] <= '9') {
       launch.order = Launch::kShuffle;
-      launch.seed = std::strtoull(value + 8, &end, 10);
-    } else if (std::strcmp(value, "reverse") == 0) {
-      launch.order = Launch::kReverse;
-    } else {
-      return wrong("ATTENTION_EMULATOR_ORDER", value, "reverse or shuffle:<seed>");
+      launch.seed = std::strtoull(value + 8, end, 10);
+      return true;
     }
-    if (launch.order == Launch::kShuffle && *end != '\0')
-      return wrong("ATTENTION_EMULATOR_ORDER", value, "reverse or shuffle:<seed>");
-  }
-  launch.tick_limit = static_cast<unsigned>(kTimeout * kTicksPerSecond);
-  if (const char* const value = setting("ATTENTION_EMULATOR_TIMEOUT")) {
-    const double ticks = std::strtod(value, &end) * kTicksPerSecond;
-    if (*end != '\0' || !(ticks >= 0 && ticks < 1e9))
-      return wrong("ATTENTION_EMULATOR_TIMEOUT", value, "a number of seconds, or 0 for no limit");
-    launch.tick_limit = static_cast<unsigned>(std::ceil(ticks));
-  }
-  workers = std::thread::hardware_concurrency();
-  if (const char* const value = setting("ATTENTION_EMULATOR_THREADS")) {
-    workers = std::strtoul(value, &end, 10);
-    if (*end != '\0' || workers == 0 || *value == '-')
-      return wrong("ATTENTION_EMULATOR_THREADS", value, "a number of OS threads");
-  }
-  return "";
+    launch.order = Launch::kReverse;
+    return std::strcmp(value, "reverse") == 0;
+  });
+  read("ATTENTION_EMULATOR_TIMEOUT", "a number of seconds, or 0 for no limit",
+       [&](const char* value, char** end) {
+         const double ticks = std::strtod(value, end) * kTicksPerSecond;
+         const bool is_possible = ticks >= 0 && ticks < 1e9;
+         if (is_possible) launch.tick_limit = static_cast<unsigned>(std::ceil(ticks));
+         return is_possible;
+       });
+  read("ATTENTION_EMULATOR_THREADS", "a number of OS threads", [&](const char* value, char** end) {
+    workers = std::strtoul(value, end, 10);
+    return workers != 0 && *value != '-';
+  });
+  return wrong;
 }
 
 // Returns a complaint about the environment, or "".
@@ -112,14 +96,11 @@ inline std::string wrong_setting() {
 
 // ---- Blocks -------------------------------------------------------------------------------------
 
-// Returns how many blocks of a launch the device runs at once: see
-// cudaOccupancyMaxActiveBlocksPerMultiprocessor().
+// Returns how many blocks of a launch the device runs at once.
 inline uint64_t resident_blocks_of(const Launch& launch) {
   const Device device = Device::emulated();
   const uint64_t threads = uint64_t{launch.block.x} * launch.block.y * launch.block.z;
-  return device.multiprocessors *
-         std::min<uint64_t>((device.shared_limit + 1024) / (launch.dynamic_shared + 1024),
-                            1024 / std::max<uint64_t>(threads, 1));
+  return device.multiprocessors * device.blocks_at_once(threads, launch.dynamic_shared);
 }
 
 // The order in which blocks start. CUDA promises none, so a kernel whose blocks depend on each
@@ -169,7 +150,6 @@ class Turns {
     if (line.empty() && left_out == nullptr) return;
     in_vain = waits ? in_vain + 1 : 0;
     line.push_back(&block);
-    block.has_turn = false;
     if (left_out == nullptr && !waits && line.size() > 2 && next_random(random) % 16 == 0)
       leave_out_last();
     call_next();
@@ -179,13 +159,12 @@ class Turns {
   void give_up() {
     const std::lock_guard<std::mutex> lock(mutex);
     has_given_up = true;
-    for (Block* const block : line) block->has_turn = true;
     line.clear();
     changed.notify_all();
   }
-  void end(Block& block) {
+  void end() {
     const std::lock_guard<std::mutex> lock(mutex);
-    block.has_turn = false;
+    running = nullptr;
     in_vain = 0;
     if (!line.empty() || left_out != nullptr) call_next();
   }
@@ -200,29 +179,29 @@ class Turns {
       line.insert(line.begin(), std::exchange(left_out, nullptr));
       in_vain = 0;
     }
-    line.front()->has_turn = true;
+    running = line.front();
     line.erase(line.begin());
     changed.notify_all();
   }
   void wait(Block& block, std::unique_lock<std::mutex>& lock) {
     const unsigned ticks = block.signals.ticks;  // without those of the others
-    changed.wait(lock, [&] { return block.has_turn; });
+    changed.wait(lock, [&] { return running == &block || has_given_up; });
     block.signals.ticks = ticks;
   }
 
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<Block*> line;
-  Block* left_out = nullptr;
+  Block *running = nullptr, *left_out = nullptr;
   size_t in_vain = 0;  // turns since a block has done more than wait
   bool has_given_up = false;
   uint64_t missing, random;
 };
 
 // The blocks of a launch, run by any number of OS threads; with clusters, by one thread per block
-// of a cluster, so that all unfinished blocks of the first unfinished cluster run at once; or by one
-// thread per block of the grid, if all blocks must run at once. A block that has started runs to its
-// end, so the first failing block in the order is always the same.
+// of a cluster, so that all unfinished blocks of the first unfinished cluster run at once; or by
+// one thread per block of the grid, if all blocks must run at once. A block that has started runs
+// to its end, so the first failing block in the order is always the same.
 struct GridRun {
   Launch launch;
   const uint64_t blocks;
@@ -246,7 +225,7 @@ struct GridRun {
   explicit GridRun(const Launch& l)
       : launch(l),
         blocks(uint64_t{l.grid.x} * l.grid.y * l.grid.z),
-        cluster(std::max(l.cluster, 1u)),
+        cluster(l.blocks_of_cluster()),
         order(l, blocks / cluster),
         within(l, cluster),
         most_resident(resident_blocks_of(l)),
@@ -267,7 +246,7 @@ struct GridRun {
     // Blocks of this cluster and of later ones may wait for a block that will never start.
     for (uint64_t i = place == blocks || launch.is_at_once ? 0 : place / cluster;
          i < clusters.size(); ++i)
-      __atomic_store_n(&clusters[order[i]].failed, true, __ATOMIC_RELEASE);
+      clusters[order[i]].failed = true;
     if (error != cudaSuccess && place >= failed) return;
     failed = place;
     error = code;
@@ -290,7 +269,7 @@ struct GridRun {
           turns->begin(*block);
         }
         const bool is_right = block->run(block_at(place));
-        if (turns) turns->end(*block);
+        if (turns) turns->end();
         --running, ++events;
         if (!is_right && block->error != emulatorErrorCluster)
           fail(place, block->error, block->message);
@@ -316,8 +295,8 @@ struct GridRun {
     }
   }
 
-  // Starts OS threads until there are `count`, and the caller's. Returns false if it fails. `polling`
-  // must be locked.
+  // Starts OS threads until there are `count`, and the caller's. Returns false if it fails.
+  // `polling` must be locked.
   bool start_others(uint64_t count) {
     try {
       while (others.size() < count)
@@ -328,8 +307,8 @@ struct GridRun {
     return true;
   }
 
-  // Called when a block's threads have all polled in vain, some times. Returns whether no running block can end that. Others
-  // start if they are resident at the same time.
+  // Called when a block's threads have all polled in vain, some times. Returns whether no running
+  // block can end that. Others start if they are resident at the same time.
   bool is_hopeless(Block& block) {
     const std::lock_guard<std::mutex> lock(polling);
     block.in_flight.rotations = 0;
@@ -491,60 +470,55 @@ struct PreviousLaunch {
   }
 };
 
-// Queued launches by host thread, between begin_launches() and finish_launches().
-struct PutOff {
-  using Launches = std::vector<std::unique_ptr<PreviousLaunch>>;
+// A host thread's last error, and its launches between begin_launches() and finish_launches().
+struct HostThread {
+  std::string error;
+  bool queues = false;
+  std::vector<std::unique_ptr<PreviousLaunch>> launches;
+  cudaError_t kept = cudaSuccess;  // of launches that returned none
+  bool is_taken = false;
 
-  std::mutex mutex;
-  std::map<std::thread::id, Launches> launches;
-  struct Kept {
-    cudaError_t error;
-    bool is_taken;
-  };
-  std::map<std::thread::id, Kept> errors;  // of launches that returned none
-
-  static PutOff& instance() {
-    static PutOff* const all = new PutOff;
-    return *all;
-  }
-
-  // Returns the calling thread's queue, or null.
-  Launches* find() {
+  // Returns the calling thread's. None is destroyed: threads may outlive statics.
+  static HostThread& own() {
+    static std::mutex mutex;
+    static auto* const all = new std::map<std::thread::id, HostThread>;
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = launches.find(std::this_thread::get_id());
-    return found == launches.end() ? nullptr : &found->second;
+    return (*all)[std::this_thread::get_id()];
+  }
+  cudaError_t report(const Outcome& outcome) {
+    error = outcome.message;
+    return outcome.error;
   }
 };
+
+// Returns the error of the calling thread's last launch, or an empty string.
+inline std::string last_error() { return HostThread::own().error; }
 
 // The most launches that may overlap.
 inline size_t most_overlapping = 4;
 
 void begin_launches() {
-  PutOff& all = PutOff::instance();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  all.launches[std::this_thread::get_id()].clear();
-  all.errors.erase(std::this_thread::get_id());
+  HostThread& own = HostThread::own();
+  own.queues = true;
+  own.launches.clear();
+  own.kept = cudaSuccess;
 }
 
 cudaError_t keep_error(cudaError_t error) {
-  PutOff& all = PutOff::instance();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  if (error != cudaSuccess) all.errors[std::this_thread::get_id()] = {error, false};
+  HostThread& own = HostThread::own();
+  if (error != cudaSuccess) own.kept = error, own.is_taken = false;
   return error;
 }
 
 cudaError_t kept_error(Taking taking) {
-  PutOff& all = PutOff::instance();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.errors.find(std::this_thread::get_id());
-  if (found == all.errors.end() || (found->second.is_taken && taking != kEver)) return cudaSuccess;
-  const cudaError_t error = found->second.error;
+  HostThread& own = HostThread::own();
+  if (own.is_taken && taking != kEver) return cudaSuccess;
   // A fault of a kernel is the context's, and a refused launch is not.
   const bool is_fault =
-      error >= cudaErrorIllegalAddress && error != cudaErrorLaunchOutOfResources &&
-      error != cudaErrorCooperativeLaunchTooLarge && error != cudaErrorNotSupported;
-  if (taking == kTake && !is_fault) found->second.is_taken = true;
-  return error;
+      own.kept >= cudaErrorIllegalAddress && own.kept != cudaErrorLaunchOutOfResources &&
+      own.kept != cudaErrorCooperativeLaunchTooLarge && own.kept != cudaErrorNotSupported;
+  own.is_taken |= taking == kTake && !is_fault;
+  return own.kept;
 }
 
 // Runs `count` launches, all early except the first, starting with the last.
@@ -558,21 +532,10 @@ inline const Outcome& run_overlapping(const std::unique_ptr<PreviousLaunch>* lau
   return (*std::find_if(launches, launches + count - 1, failed))->outcome;
 }
 
-// While one exists, its launches run.
-struct Call {
-  const uint32_t before;  // the number of the last launch before it
-  explicit Call(size_t launches) : before(begin_call(static_cast<uint32_t>(launches))) {}
-  ~Call() { end_call(); }
-  Call(const Call&) = delete;
-};
-
 cudaError_t finish_launches(cudaError_t error) {
-  PutOff& all = PutOff::instance();
-  PutOff::Launches launches;
-  {
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    launches = std::move(all.launches.extract(std::this_thread::get_id()).mapped());
-  }
+  HostThread& host = HostThread::own();
+  host.queues = false;
+  const auto launches = std::move(host.launches);
   if (error != cudaSuccess) return error;
   const Call call(launches.size());
   for (size_t i = 0; i < launches.size(); ++i)
@@ -583,8 +546,7 @@ cudaError_t finish_launches(cudaError_t error) {
     for (size_t count; first < end; first += count) {
       count = (end - first - 1) % most_overlapping + 1;
       const Outcome& outcome = run_overlapping(&launches[first], count);
-      if (outcome.error != cudaSuccess)
-        return Blocks::instance().report(outcome.error, outcome.message);
+      if (outcome.error != cudaSuccess) return host.report(outcome);
     }
   }
   return cudaSuccess;
@@ -592,26 +554,23 @@ cudaError_t finish_launches(cudaError_t error) {
 
 cudaError_t run_launch(const Launch& launch, void (*release)(const void* arguments)) {
   auto one = std::make_unique<PreviousLaunch>(launch, release);
-  Blocks& blocks = Blocks::instance();
-  if (PutOff::Launches* const launches = PutOff::instance().find()) {
+  HostThread& host = HostThread::own();
+  if (host.queues) {
     uint64_t workers;
     const Outcome wrong = check(one->launch, workers);
-    if (wrong.error == cudaSuccess) launches->push_back(std::move(one));
-    return blocks.report(wrong.error, wrong.message);
+    if (wrong.error == cudaSuccess) host.launches.push_back(std::move(one));
+    return host.report(wrong);
   }
   const Call call(1);
   one->begin(call.before, 0, nullptr);
-  const Outcome& outcome = one->run(/*on_own_thread=*/false);
-  return blocks.report(outcome.error, outcome.message);
+  return host.report(one->run(/*on_own_thread=*/false));
 }
 
 cudaError_t run_queued() {
-  PutOff::Launches* const launches = PutOff::instance().find();
-  if (launches == nullptr || launches->empty()) return cudaSuccess;
+  HostThread& host = HostThread::own();
+  if (!host.queues || host.launches.empty()) return cudaSuccess;
   const cudaError_t error = finish_launches(cudaSuccess);
-  PutOff& all = PutOff::instance();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  all.launches[std::this_thread::get_id()].clear();
+  host.queues = true;
   return error;
 }
 
@@ -619,15 +578,12 @@ void wait_for_previous() {
   Block& block = *this_fiber().block;
   if (block.launch->waited != nullptr)
     __atomic_store_n(block.launch->waited, true, __ATOMIC_RELAXED);
-  PreviousLaunch* const previous = block.launch->previous;
-  if (previous == nullptr) {
-    if (block.races != nullptr) block.races->wait_for_previous();
-    return;
+  if (PreviousLaunch* const previous = block.launch->previous) {
+    const unsigned ticks = block.signals.ticks;  // without those of the other launch
+    const Outcome& outcome = previous->run(/*on_own_thread=*/true);
+    block.signals.ticks = ticks;
+    if (outcome.error != cudaSuccess) fail(outcome.error, outcome.message);
   }
-  const unsigned ticks = block.signals.ticks;  // without those of the other launch
-  const Outcome& outcome = previous->run(/*on_own_thread=*/true);
-  block.signals.ticks = ticks;
-  if (outcome.error != cudaSuccess) fail(outcome.error, outcome.message.c_str());
   if (block.races != nullptr) block.races->wait_for_previous();
 }
 
@@ -647,7 +603,7 @@ void end_if_hopeless(const Site& site, const void* code) {
     fail(emulatorErrorCluster, "another block of the grid has failed");
   if (block.in_flight.rotations < 8 || !run.is_hopeless(block)) return;
   const uint64_t left = run.blocks - std::min<uint64_t>(run.next, run.blocks);
-  std::string what = site.name != nullptr ? site.text().text : "a load";
+  std::string what = site.name != nullptr ? to_string(site) : "a load";
   if (site.name == nullptr) what += place(reinterpret_cast<uintptr_t>(code) - 1);
   what += " is repeated for ever: ";
   if (left == 0) {
@@ -660,9 +616,7 @@ void end_if_hopeless(const Site& site, const void* code) {
             " multiprocessors (ATTENTION_EMULATOR_MULTIPROCESSORS) has room for " +
             std::to_string(run.most_resident) + " of these blocks at once";
   }
-  fail(cudaErrorLaunchTimeout, (what + waiting_threads(block)).c_str());
+  fail(cudaErrorLaunchTimeout, what + waiting_threads(block));
 }
 
 }  // namespace attention::emulator
-
-#pragma GCC visibility pop

@@ -33,26 +33,27 @@ struct KnownBarrier {
   uint32_t clock = 0;
 };
 
-// A copy to shared memory in flight: of `bytes` contiguous bytes, or of a tensor's box.
+// A part of a tensor, at these coordinates; also contiguous bytes, as a tensor of bytes.
+struct Box {
+  CUtensorMap_st map;
+  int at[4];
+};
+
+// A copy to shared memory in flight.
 struct BulkCopy {
   void* to;
-  const void* from;  // null for a box
   size_t bytes;
   const void* barrier;
   Site site;
-  CUtensorMap_st map{};
-  int at[4] = {};
+  Box from{};
 };
 
-// A copy of a box from shared memory, which has not been read yet.
+// A copy from shared memory, which has not been read yet.
 struct TileStore {
+  BulkCopy copy;  // with the box that is written, and the tile
   unsigned thread;
   unsigned group;
-  const unsigned char* from;
   std::vector<unsigned char> bytes;  // of the tile when the copy began
-  CUtensorMap_st map;
-  int at[4];
-  Site site;
   const void* code;
 };
 
@@ -67,49 +68,35 @@ struct NamedBarrier {
 };
 constexpr unsigned kNamedBarriers = 16;
 
-// Dynamic shared memory as asynchronous copies and products see it. What threads write appears here
-// at a proxy_fence(), what copies write at once.
-class AsyncView {
- public:
-  // Call it when a block begins.
-  void close() { is_open = false; }
-
-  // Shows all that the threads have written.
-  void update(const SharedMemory& shared, uint32_t poison) {
-    open(shared, poison);
-    std::memcpy(seen.data(), shared.dynamic, shared.dynamic_bytes);
-  }
-
-  // Shows some bytes.
-  void update(const SharedMemory& shared, uint32_t poison, const void* from, size_t bytes) {
-    open(shared, poison);
-    const size_t offset = static_cast<const unsigned char*>(from) - shared.dynamic;
-    if (offset < shared.dynamic_bytes) std::memcpy(&seen[offset], from, bytes);
-  }
-
-  bool has_seen(const SharedMemory& shared, uint32_t poison, const void* from, size_t bytes) {
-    open(shared, poison);
-    const size_t offset = static_cast<const unsigned char*>(from) - shared.dynamic;
-    if (offset >= shared.dynamic_bytes) return true;  // not known of static arrays
-    return std::memcmp(&seen[offset], from, bytes) == 0;
-  }
-
- private:
-  void open(const SharedMemory& shared, uint32_t poison) {
-    if (is_open) return;
-    is_open = true;
-    seen.resize(shared.dynamic_bytes);
-    SharedMemory::fill(seen.data(), seen.size(), poison);
-  }
-
-  bool is_open = false;
-  std::vector<unsigned char> seen;
+// A copy of 4, 8 or 16 bytes in flight to shared memory, or with size 0 the end of a group of
+// copies; see cuda_pipeline.h.
+struct PendingCopy {
+  void* to;
+  size_t size;
+  unsigned char data[16];
 };
 
 // Registers that a thread has passed to multiply_fence(), and their content then.
 struct FencedRegisters {
   const void* registers;
   std::vector<unsigned char> content;
+};
+
+// A word that a thread has read or has failed to change.
+struct Poll {
+  const void* word;
+  uint64_t value;
+};
+constexpr unsigned kPolls = 4;
+
+// What a thread has begun.
+struct OfThread {
+  std::vector<PendingCopy> copies;  // to shared memory
+  unsigned store_group = 0;         // of copies from there: the next one to be committed
+  std::vector<FencedRegisters> fenced;
+  bool lacks_fence = true;                           // of asm, since its last sums were complete
+  unsigned cluster_arrivals = 0, cluster_waits = 0;  // at the cluster's barrier
+  Poll polls[kPolls]{};                              // the last ones
 };
 
 // The sums of products in flight of a warp. The threads' variables hold poison meanwhile.
@@ -126,16 +113,23 @@ struct SumsInFlight {
   }
 };
 
-// A warp's part of a product in flight.
-struct Product {
-  float* sums;  // the variable of lane 0
+// A lane's arguments of a product.
+struct ProductCall {
+  float* sums;
+  int count;
+  const unsigned* a_registers;  // or null
+  uint64_t a, b;                // descriptors
+  bool is_bfloat16, is_transposed, accumulates;
+  const void* code;              // the call's return address
+  float* const* each = nullptr;  // each of the sums, in asm, whose fence names no registers
+};
+
+// A warp's part of a product in flight, with lane 0's arguments.
+struct Product : ProductCall {
   unsigned group;
   unsigned columns;
-  bool is_bfloat16, is_transposed, accumulates, has_a_in_registers;
-  uint64_t a, b;                   // descriptors
   std::vector<uint16_t> operands;  // A's rows and B's columns when the product began
   Site site;
-  const void* code;
 };
 
 // What the warps of a warpgroup must agree on.
@@ -151,46 +145,29 @@ struct ProductsOfWarp {
   size_t begun = 0;                          // products
 };
 
-// Set by the recorder of accesses, which counts copies and products; else null. For a store, `to` is
-// the tile that it reads. `code` is the call's return address.
+// Set by the recorder of accesses, which counts copies and products; else null. For a store, `to`
+// is the tile that it reads. `code` is the call's return address.
 inline void (*on_copy)(const BulkCopy& copy, bool is_store, const void* code) = nullptr;
 inline void (*on_product)(const Product& product, unsigned warp) = nullptr;
 
 struct InFlight {
+  std::vector<OfThread> threads;
   std::vector<KnownBarrier> barriers;
   std::vector<BulkCopy> copies;
   std::vector<TileStore> stores;
-  std::vector<unsigned> store_groups;  // by thread: the next one to be committed
   NamedBarrier named[kNamedBarriers];
-  AsyncView view;
+  // Dynamic shared memory as asynchronous copies and products see it, from the first of them on.
+  // What threads write appears here at a proxy_fence(), what copies write at once.
+  std::vector<unsigned char> seen;
   std::vector<ProductsOfWarp> products;            // by warp
   std::vector<std::vector<IssuedProduct>> issued;  // by warpgroup
   unsigned products_left = 0;
-  std::vector<std::vector<FencedRegisters>> fenced;  // by thread
-  std::vector<bool> lacks_fence;    // by thread: of asm, since its last sums were complete
   std::vector<unsigned> registers;  // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;               // failed waits since anything has happened
   unsigned rotations = 0;          // the same: how often all threads that can run have had a turn
   bool waits_for_barrier = false;  // whether one of them was for a barrier in shared memory
   uint64_t events = 0;             // of the cluster, at the last of them
-
-  void clear() {
-    barriers.clear();
-    copies.clear();
-    stores.clear();
-    store_groups.clear();
-    for (NamedBarrier& barrier : named) barrier = {};
-    view.close();
-    products.clear();
-    issued.clear();
-    products_left = 0;
-    fenced.clear();
-    lacks_fence.clear();
-    registers.clear();
-    idle = rotations = 0;
-    events = 0;
-  }
 
   // Something has happened for which a thread may wait.
   void progress() { idle = rotations = 0; }

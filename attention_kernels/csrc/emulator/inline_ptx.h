@@ -24,10 +24,10 @@ using namespace attention::ptx;
 
 // ---- Registers ----------------------------------------------------------------------------------
 
-using Half = emulator::Float16<emulator::HalfFormat>;
-using Bfloat16 = emulator::Float16<emulator::BFloat16Format>;
+using Half = Float16<HalfFormat>;
+using Bfloat16 = Float16<BFloat16Format>;
 template <typename Format>
-emulator::Float16x2<Format> pair_of(emulator::Float16<Format>);
+Float16x2<Format> pair_of(Float16<Format>);
 template <typename T>
 using Pair = decltype(pair_of(T{}));
 struct Tf32 {
@@ -36,7 +36,6 @@ struct Tf32 {
 inline constexpr struct Sink {
 } sink;  // the operand _
 
-using emulator::Word;
 template <typename T, int kParts>
 using Part = Word<sizeof(T) / kParts>;
 // The type of twice the size.
@@ -53,11 +52,11 @@ struct [[gnu::may_alias]] alignas(sizeof(T) * kCount) Pack {
 
 template <typename To, typename From>
 To bits(const From& from) {
-  return emulator::bit_cast<To>(from);
+  return bit_cast<To>(from);
 }
 
-// Returns a register, or a number, as an instruction of type T reads it. One that is too narrow is an
-// error of the overload resolution, which names the kernel's line.
+// Returns a register, or a number, as an instruction of type T reads it. One that is too narrow is
+// an error of the overload resolution, which names the kernel's line.
 template <typename T, typename From, typename = std::enable_if_t<sizeof(From) >= sizeof(T)>>
 constexpr T get(const From& from) {
   constexpr bool kIsNumber = std::is_floating_point_v<From> && std::is_floating_point_v<T>;
@@ -107,31 +106,22 @@ template <char kConstraint, typename To,
 constexpr To& output(To& to) {
   return to;
 }
-template <typename T>
-constexpr auto constant(T value) {
-  if constexpr (std::is_pointer_v<T>) {
-    return value;
-  } else {
-    return static_cast<int64_t>(value);
-  }
-}
+constexpr const char* constant(const char* value) { return value; }
+constexpr int64_t constant(int64_t value) { return value; }
 
 constexpr bool same(const char* a, const char* b) {
   while (*a != 0 && *a == *b) ++a, ++b;
   return *a == *b;
 }
 
-inline emulator::Fiber& self() { return emulator::this_fiber(); }
-inline unsigned rank() {
-  return self().block->number % std::max(self().block->launch->cluster, 1u);
-}
-inline unsigned blocks_of_cluster() { return std::max(self().block->launch->cluster, 1u); }
-inline unsigned processors() { return std::max(emulator::Device::emulated().multiprocessors, 1); }
+inline Fiber& self() { return this_fiber(); }
+inline unsigned rank() { return rank_of(*self().block); }
+inline unsigned blocks_of_cluster() { return self().block->launch->blocks_of_cluster(); }
+inline unsigned processors() { return std::max(Device::emulated().multiprocessors, 1); }
 // Barriers with a result are for the whole block.
 inline int zero(int barrier, int result, ATTENTION_EMULATOR_SITE) {
   if (barrier != 0)
-    emulator::fail(cudaErrorNotSupported,
-                   emulator::Site{"bar.red", file, line}.text() + ": only barrier 0 has a result");
+    fail(Site{"bar.red", file, line}, "only barrier 0 has a result", cudaErrorNotSupported);
   return result;
 }
 inline int block_threads() { return static_cast<int>(self().block->warp_count * 32); }
@@ -165,8 +155,7 @@ inline unsigned char* here(uint64_t address, ATTENTION_EMULATOR_SITE) {
   unsigned char* const byte =
       self().block->shared.at_address(static_cast<unsigned>(address & ((1u << kBlockShift) - 1)));
   if (byte == nullptr || address >> 32 != 0)
-    emulator::fail(cudaErrorIllegalAddress, emulator::Site{"asm", file, line}.text() +
-                                                ": the address is not in shared memory");
+    fail(Site{"asm", file, line}, "the address is not in shared memory", cudaErrorIllegalAddress);
   return byte;
 }
 inline unsigned char* shared(uint64_t address, ATTENTION_EMULATOR_SITE) {
@@ -181,34 +170,27 @@ inline const TensorMap& map(uint64_t pointer) {
   return *reinterpret_cast<const TensorMap*>(pointer);
 }
 
-// Returns what an address points to, in a state space such as ".shared::cta".
-inline void* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
-  return *space != 0 && space[1] == 's' ? shared(address, file, line)
-                                        : reinterpret_cast<void*>(address);
-}
-template <typename T>
-T* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
-  return static_cast<T*>(at(space, address, file, line));
-}
-template <typename T, int kCount>
-Pack<T, kCount>* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
-  return static_cast<Pack<T, kCount>*>(at(space, address, file, line));
+// Returns what an address points to, in a state space such as ".shared::cta": a T, or several.
+template <typename T = void, int kCount = 0>
+auto* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
+  void* const memory = *space != 0 && space[1] == 's' ? shared(address, file, line)
+                                                      : reinterpret_cast<void*>(address);
+  return static_cast<std::conditional_t<kCount == 0, T, Pack<T, kCount>>*>(memory);
 }
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
-// Calls a function for a number, or for both of a pair.
-template <typename Function, typename T>
-T each(Function function, T a) {
-  if constexpr (std::is_floating_point_v<T>) {
-    return function(a);
-  } else {
-    return T(function(float(a)));
-  }
+// Calls a function for numbers, or for both numbers of pairs.
+template <typename Function, typename T, typename... More>
+T each(Function function, T a, More... more) {
+  if constexpr (std::is_same_v<T, double>)
+    return function(a, more...);
+  else
+    return T(function(float(a), float(more)...));
 }
-template <typename Function, typename Format>
-auto each(Function function, emulator::Float16x2<Format> a) {
-  return emulator::Float16x2<Format>{each(function, a.x), each(function, a.y)};
+template <typename Function, typename Format, typename... More>
+auto each(Function function, Float16x2<Format> a, More... more) {
+  return Float16x2<Format>{each(function, a.x, more.x...), each(function, a.y, more.y...)};
 }
 
 template <typename T>
@@ -229,22 +211,16 @@ T apply(const char* name, T a) {
       a);
 }
 
-#define ATTENTION_EMULATOR_CHOICE(name, half, sign) \
-  template <typename T>                             \
-  T name(T a, T b) {                                \
-    if constexpr (std::is_floating_point_v<T>)      \
-      return std::f##half(a, b);                    \
-    else if constexpr (std::is_integral_v<T>)       \
-      return b sign a ? b : a;                      \
-    else if constexpr (sizeof(T) == 2)              \
-      return __h##half(a, b);                       \
-    else                                            \
-      return __h##half##2(a, b);                    \
-  }
-ATTENTION_EMULATOR_CHOICE(smaller, min, <)
-ATTENTION_EMULATOR_CHOICE(larger, max, >)
-#undef ATTENTION_EMULATOR_CHOICE
-
+template <typename T>
+T smaller(T a, T b) {
+  if constexpr (std::is_integral_v<T>) return min(a, b);
+  return each([](auto x, auto y) { return std::fmin(x, y); }, a, b);
+}
+template <typename T>
+T larger(T a, T b) {
+  if constexpr (std::is_integral_v<T>) return max(a, b);
+  return each([](auto x, auto y) { return std::fmax(x, y); }, a, b);
+}
 template <typename T>
 T fused(T a, T b, T c) {
   if constexpr (std::is_floating_point_v<T>)
@@ -255,13 +231,6 @@ T fused(T a, T b, T c) {
     return __hfma2(a, b, c);
 }
 
-template <typename T>
-T inverted(T a) {
-  if constexpr (std::is_same_v<T, bool>)
-    return !a;
-  else
-    return static_cast<T>(~a);
-}
 template <typename T>
 T shifted_right(T a, unsigned count) {
   if (count >= 8 * sizeof(T)) return a < 0 ? static_cast<T>(-1) : T{0};
@@ -382,10 +351,10 @@ To convert(const char* how, bool relu, const char* saturates, From from) {
 
 // ---- Memory that other threads use at the same time ---------------------------------------------
 
-constexpr emulator::Scope scope_of(const char* name) {
-  return same(name, ".cta")       ? emulator::Scope::kBlock
-         : same(name, ".cluster") ? emulator::Scope::kCluster
-                                  : emulator::Scope::kDevice;
+constexpr Scope scope_of(const char* name) {
+  return same(name, ".cta")       ? Scope::kBlock
+         : same(name, ".cluster") ? Scope::kCluster
+                                  : Scope::kDevice;
 }
 inline void fence(const char* scope) { emulator::fence(scope_of(scope)); }
 
@@ -395,12 +364,12 @@ ATTENTION_EMULATOR_INLINE Pack<T, kCount> load_ordered(const char* order, const 
                                                        const char* space, uint64_t address,
                                                        ATTENTION_EMULATOR_SITE) {
   const auto* const from = at<Word<sizeof(T)>>(space, address, file, line);
-  const emulator::Site site{"ld", file, line};
+  const Site site{"ld", file, line};
   Pack<T, kCount> result;
   for (int i = 0; i < kCount; ++i)
-    result.x[i] = bits<T>(
-        *order == 'a' ? emulator::load_atomic<__ATOMIC_ACQUIRE>(from + i, scope_of(scope), site)
-                      : emulator::load_atomic<__ATOMIC_RELAXED>(from + i, scope_of(scope), site));
+    result.x[i] =
+        bits<T>(*order == 'a' ? load_atomic<__ATOMIC_ACQUIRE>(from + i, scope_of(scope), site)
+                              : load_atomic<__ATOMIC_RELAXED>(from + i, scope_of(scope), site));
   return result;
 }
 template <typename T, int kCount>
@@ -411,7 +380,7 @@ ATTENTION_EMULATOR_INLINE void store_ordered(const char* order, const char* scop
   auto* const to = at<Word<sizeof(T)>>(space, address, file, line);
   for (int i = 0; i < kCount; ++i) {
     const auto word = bits<Word<sizeof(T)>>(value.x[i]);
-    emulator::set_scope(scope_of(scope));
+    set_scope(scope_of(scope));
     if (same(order, "release")) {
       __atomic_store_n(to + i, word, __ATOMIC_RELEASE);
     } else {
@@ -444,18 +413,17 @@ T updated(const char* how, T old, T value) {
   }
   return value;
 }
-using emulator::atomic_update;
-// With a name in the site, a thread that repeats it in vain waits. A maximum that changes nothing is no
-// reason to.
+// With a name in the site, a thread that repeats it in vain waits. A maximum that changes nothing
+// is no reason to.
 template <typename T>
-ATTENTION_EMULATOR_INLINE T atomic(const char* how, T* address, T value, emulator::Scope scope,
-                                   emulator::Site site = {nullptr, nullptr, 0}) {
+ATTENTION_EMULATOR_INLINE T atomic(const char* how, T* address, T value, Scope scope,
+                                   Site site = {nullptr, nullptr, 0}) {
   if (*how == 'm') site.name = nullptr;
   return atomic_update(address, [&](T old) -> T { return updated(how, old, value); }, scope, site);
 }
 template <typename T, int kCount>
 ATTENTION_EMULATOR_INLINE int reduce(const char* how, T* address, const Pack<T, kCount>& values,
-                                     emulator::Scope scope) {
+                                     Scope scope) {
   for (int i = 0; i < kCount; ++i) atomic(how, address + i, values.x[i], scope);
   return 0;
 }
@@ -465,49 +433,32 @@ ATTENTION_EMULATOR_INLINE int reduce(const char* how, T* address, const Pack<T, 
 template <typename Valid>
 uint32_t shuffled(char how, uint32_t a, uint32_t b, uint32_t c, uint32_t mask, Valid& valid,
                   ATTENTION_EMULATOR_SITE) {
-  const unsigned lane = self().thread % 32, segment = c >> 8 & 31;
-  const unsigned first = lane & segment, last = first | (c & 31 & ~segment);
-  b &= 31;
-  const unsigned source = how == 'u'   ? lane - b
-                          : how == 'd' ? lane + b
-                          : how == 'b' ? lane ^ b
-                                       : first | (b & ~segment);
-  const bool is_valid = how == 'u' ? int(source) >= int(last) : source <= last;
+  bool is_valid;
+  const unsigned source = shuffle_source(how, b, c, is_valid);
   set<bool>(valid, is_valid);
-  const emulator::Site site{"shfl", file, line};
-  return static_cast<uint32_t>(
-      emulator::wait_for_warp(emulator::WarpOp::kShuffle, mask, a, is_valid ? source : lane, site));
+  return exchange(mask, a, source, {"shfl", file, line});
 }
 // Calls function(lane, value) for the value of each lane in the mask.
-template <typename Function>
-void for_each_lane(uint32_t value, uint32_t mask, const emulator::Site& site, Function function) {
+template <typename T, typename Function>
+void for_each_lane(T value, uint32_t mask, const Site& site, Function function) {
   for (unsigned lane = 0; lane < 32; ++lane)
-    if (mask >> lane & 1)
-      function(lane, static_cast<uint32_t>(emulator::wait_for_warp(emulator::WarpOp::kShuffle, mask,
-                                                                   value, lane, site)));
+    if (mask >> lane & 1) function(lane, exchange(mask, value, lane, site));
 }
 template <typename T>
 T reduced(const char* how, T value, uint32_t mask, ATTENTION_EMULATOR_SITE) {
   T sum{};
   bool is_first = true;
-  for_each_lane(static_cast<uint32_t>(value), mask, {"redux", file, line},
-                [&](unsigned, uint32_t other) {
-                  sum = std::exchange(is_first, false) ? T(other) : updated(how, sum, T(other));
-                });
+  for_each_lane(value, mask, {"redux", file, line}, [&](unsigned, T other) {
+    sum = std::exchange(is_first, false) ? other : updated(how, sum, other);
+  });
   return sum;
 }
 template <typename T>
 uint32_t matching(T value, uint32_t mask, ATTENTION_EMULATOR_SITE) {
-  uint32_t same_low = 0, same_high = 0;
-  const uint64_t wide = value;
-  const emulator::Site site{"match", file, line};
-  for_each_lane(uint32_t(wide), mask, site, [&](unsigned lane, uint32_t other) {
-    same_low |= uint32_t{other == uint32_t(wide)} << lane;
-  });
-  for_each_lane(uint32_t(wide >> 32), mask, site, [&](unsigned lane, uint32_t other) {
-    same_high |= uint32_t{other == uint32_t(wide >> 32)} << lane;
-  });
-  return same_low & same_high;
+  uint32_t same = 0;
+  for_each_lane(value, mask, {"match", file, line},
+                [&](unsigned lane, T other) { same |= uint32_t{other == value} << lane; });
+  return same;
 }
 template <typename T, typename Match>
 uint32_t all_matching(T value, uint32_t mask, Match& match, ATTENTION_EMULATOR_SITE) {
@@ -526,12 +477,12 @@ uint32_t elected(uint32_t mask, Leads& leads, ATTENTION_EMULATOR_SITE) {
   return leader;
 }
 
-// sums += A B for a warp, in bytes: A is 16 x 32, B 32 x 8. A register of A or B has four bytes along
-// k; otherwise their places are as in mma().
+// sums += A B for a warp, in bytes: A is 16 x 32, B 32 x 8. A register of A or B has four bytes
+// along k; otherwise their places are as in mma().
 template <bool kSignedA, bool kSignedB>
 void mma_int8(int (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
               ATTENTION_EMULATOR_SITE) {
-  const auto multiply = [](const emulator::MatrixCalls& calls, const emulator::Site&) {
+  const auto multiply = [](const MatrixCalls& calls, const Site&) {
     const auto byte = [&](unsigned which, unsigned lane, unsigned i, unsigned k, bool is_signed) {
       const auto word = static_cast<const uint32_t*>(calls[lane]->fragments[which])[i];
       const auto bits = static_cast<uint8_t>(word >> k % 4 * 8);
@@ -546,7 +497,7 @@ void mma_int8(int (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
       }
     }
   };
-  emulator::meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line}, multiply);
+  meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line}, multiply);
 }
 
 // Transposes a matrix of 8 x 8, of which a lane has two neighbours in a row.
@@ -554,8 +505,7 @@ inline uint32_t transposed(uint32_t pair, const emulator::Site& site) {
   const unsigned lane = self().thread % 32, row = lane / 4, column = lane % 4 * 2;
   uint32_t both = 0;
   for (unsigned i = 0; i < 2; ++i) {
-    const uint32_t theirs = emulator::shuffle(
-        ~0u, pair, 32, site, [&](int, int) { return int((column + i) * 4 + row / 2); });
+    const uint32_t theirs = exchange(~0u, pair, (column + i) * 4 + row / 2, site);
     both |= (theirs >> row % 2 * 16 & 0xffff) << i * 16;
   }
   return both;
@@ -585,16 +535,11 @@ inline uint64_t arrive_at(uint64_t address, unsigned count, ATTENTION_EMULATOR_S
 inline uint64_t expect_at(uint64_t address, unsigned bytes, ATTENTION_EMULATOR_SITE) {
   Barrier* const barrier = text::barrier(address, file, line);
   if (block_of(address) != rank())
-    emulator::fail(cudaErrorNotSupported, emulator::Site{"mbarrier", file, line}.text() +
-                                              ": expects bytes in its own block only");
+    fail(Site{"mbarrier", file, line}, "expects bytes in its own block only",
+         cudaErrorNotSupported);
   const uint64_t phase = phase_of(barrier);
   barrier_expect(barrier, bytes, file, line);
   return phase;
-}
-
-__attribute__((noinline)) inline void store_bulk(void* to, const void* from, unsigned bytes,
-                                                 ATTENTION_EMULATOR_SITE) {
-  store_bytes(to, from, bytes, __builtin_return_address(0), {"cp.async.bulk", file, line});
 }
 
 template <int kSums>
@@ -603,16 +548,15 @@ __attribute__((noinline)) void multiply_registers(float* const (&sums)[kSums],
                                                   uint64_t b, bool is_bfloat16, bool is_transposed,
                                                   bool accumulates, bool is_plain,
                                                   ATTENTION_EMULATOR_SITE) {
-  const emulator::Site site{"wgmma.mma_async", file, line};
+  const Site site{"wgmma.mma_async", file, line};
   if (!is_plain)
-    emulator::fail(cudaErrorNotSupported,
-                   site.text() + ": the emulator has no negated operand and no transposed A");
+    fail(site, "the emulator has no negated operand and no transposed A", cudaErrorNotSupported);
   begin({sums[0], kSums, a_registers, a, b, is_bfloat16, is_transposed, accumulates,
          __builtin_return_address(0), sums},
         site);
 }
 
-[[noreturn]] inline void exit_thread() { throw emulator::ThreadExit{}; }
+[[noreturn]] inline void exit_thread() { throw ThreadExit{}; }
 
 }  // namespace attention::ptx::text
 

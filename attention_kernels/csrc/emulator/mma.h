@@ -54,10 +54,6 @@ struct MatrixCall {
   const void* fragments[4];
 };
 
-[[noreturn]] inline void matrix_failure(cudaError_t code, const Site& site, const char* what) {
-  fail(code, site.text() + ": " + what);
-}
-
 // The calls of all lanes of a warp, including the caller's.
 using MatrixCalls = const MatrixCall* [kWarpSize];
 
@@ -68,26 +64,21 @@ __attribute__((noinline)) inline bool is_last(const MatrixCall& call, const Site
   Block& block = *self.block;
   const Warp& warp = *block.warp;
   const unsigned lane = self.thread % kWarpSize;
-  if (warp.exists != ~0u) {
-    matrix_failure(cudaErrorLaunchFailure, site, "the warp has fewer than 32 threads");
-  }
+  if (warp.exists != ~0u) fail(site, "the warp has fewer than 32 threads");
   if (warp.waiting != ~(1u << lane)) return false;
+  calls[lane] = &call;
   for (unsigned other = 0; other < kWarpSize; ++other) {
-    if (other == lane) {
-      calls[other] = &call;
-      continue;
-    }
+    if (other == lane) continue;
     const auto& wait = warp.wait[other];
     if (wait.op != WarpOp::kMatrix || wait.site->line != site.line ||
         std::strcmp(wait.site->name, site.name) != 0 ||
         std::strcmp(wait.site->file, site.file) != 0) {
-      block.record_divergence(site, *wait.site, *warp.fibers[other]);
-      block.abandon();
+      Block::fail_by_divergence(site, *wait.site, *warp.fibers[other]);
     }
     calls[other] = reinterpret_cast<const MatrixCall*>(wait.value);
     if (calls[other]->memory != call.memory || calls[other]->layout != call.layout ||
         calls[other]->leading_dimension != call.leading_dimension) {
-      matrix_failure(cudaErrorLaunchFailure, site, "the lanes' arguments differ");
+      fail(site, "the lanes' arguments differ");
     }
   }
   return true;
@@ -105,6 +96,8 @@ ATTENTION_EMULATOR_INLINE void meet(const MatrixCall& call, const Site& site,
 }  // namespace attention::emulator
 
 namespace nvcuda::wmma {
+
+namespace emulator = attention::emulator;
 
 enum layout_t { mem_row_major, mem_col_major };
 struct row_major;
@@ -156,11 +149,10 @@ class fragment {
   static constexpr unsigned kOwn = kRows * kColumns / 32;      // elements, without duplicates
   static constexpr uint32_t kUsed = kIsTf32 ? ~0x1fffu : ~0u;  // bits of an element as a float
   static constexpr layout_t kLayout = kIsRowMajor ? mem_row_major : mem_col_major;
-  static attention::emulator::Position position(unsigned lane, unsigned i) {
-    const bool ampere = attention::emulator::this_fiber().block->launch->arch >= 80;
+  static emulator::Position position(unsigned lane, unsigned i) {
+    const bool ampere = emulator::this_fiber().block->launch->arch >= 80;
     // Below sm_80 a lane holds different elements of matrix_a than of an accumulator.
-    return attention::emulator::position<kRows, kColumns, kIsB>(lane, i ^ (kIsA && !ampere),
-                                                                ampere);
+    return emulator::position<kRows, kColumns, kIsB>(lane, i ^ (kIsA && !ampere), ampere);
   }
 };
 
@@ -170,13 +162,13 @@ namespace attention::emulator {
 
 template <typename T>
 void check_matrix(const T* memory, unsigned leading_dimension, const Site& site) {
-  if (reinterpret_cast<uintptr_t>(memory) % 32 != 0) {
-    matrix_failure(cudaErrorMisalignedAddress, site, "the pointer is not aligned to 32 bytes");
-  }
+  if (reinterpret_cast<uintptr_t>(memory) % 32 != 0)
+    fail(site, "the pointer is not aligned to 32 bytes", cudaErrorMisalignedAddress);
   if (leading_dimension * sizeof(T) % 16 != 0) {
-    matrix_failure(cudaErrorInvalidValue, site,
-                   sizeof(T) == 2 ? "the leading dimension is not a multiple of 8 halfs"
-                                  : "the leading dimension is not a multiple of 4 floats");
+    fail(site,
+         sizeof(T) == 2 ? "the leading dimension is not a multiple of 8 halfs"
+                        : "the leading dimension is not a multiple of 4 floats",
+         cudaErrorInvalidValue);
   }
 }
 
@@ -205,16 +197,14 @@ ATTENTION_EMULATOR_INLINE void load_matrix(Fragment& fragment, const T* memory,
   for (unsigned i = 0; i < Fragment::num_elements; ++i) {
     same &= std::memcmp(&fragment.x[i], &memory[offsets[i]], sizeof(T)) == 0;
   }
-  if (!same) {
-    matrix_failure(cudaErrorLaunchFailure, site,
-                   "another thread writes to the matrix at the same time: a barrier is missing");
-  }
+  if (!same)
+    fail(site, "another thread writes to the matrix at the same time: a barrier is missing");
 }
 
-// Gathers a matrix from the lanes' fragments. Returns a complaint, or null.
+// Gathers a matrix from the lanes' fragments.
 template <typename Fragment>
-const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const MatrixCalls& calls,
-                   int which) {
+void gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const MatrixCalls& calls,
+            int which, const Site& site) {
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     const auto& fragment = *static_cast<const Fragment*>(calls[lane]->fragments[which]);
     for (unsigned i = 0; i < Fragment::num_elements; ++i) {
@@ -223,11 +213,10 @@ const char* gather(float (&matrix)[Fragment::kRows][Fragment::kColumns], const M
         matrix[at.row][at.column] =
             bit_cast<float>(bit_cast<uint32_t>(float(fragment.x[i])) & Fragment::kUsed);
       } else if (std::memcmp(&fragment.x[i], &fragment.x[i % Fragment::kOwn], 2) != 0) {
-        return "an element and its duplicate differ";
+        fail(site, "an element and its duplicate differ");
       }
     }
   }
-  return nullptr;
 }
 
 // Multiplies for a whole warp, whose calls hold the addresses of d, a, b and c.
@@ -236,10 +225,9 @@ void multiply(const MatrixCalls& calls, const Site& site) {
   const Subnormals kept(false);  // tensor cores do not flush subnormals
   constexpr unsigned m = D::kRows, n = D::kColumns, k = A::kColumns;
   float rA[m][k], rB[k][n], rC[m][n];
-  const char* wrong = gather<A>(rA, calls, 1);
-  if (wrong == nullptr) wrong = gather<B>(rB, calls, 2);
-  if (wrong != nullptr) matrix_failure(cudaErrorLaunchFailure, site, wrong);
-  gather<C>(rC, calls, 3);
+  gather<A>(rA, calls, 1, site);
+  gather<B>(rB, calls, 2, site);
+  gather<C>(rC, calls, 3, site);
   for (unsigned row = 0; row < m; ++row) {
     for (unsigned i = 0; i < k; ++i) {
       for (unsigned column = 0; column < n; ++column) rC[row][column] += rA[row][i] * rB[i][column];
@@ -268,16 +256,14 @@ ATTENTION_EMULATOR_INLINE void load_matrix_sync(fragment<Use, m, n, k, T, Layout
                                                 std::common_type_t<const Stored<T>*> memory,
                                                 unsigned leading_dimension,
                                                 ATTENTION_EMULATOR_SITE) {
-  attention::emulator::load_matrix(f, memory, leading_dimension, f.kLayout,
-                                   {"load_matrix_sync", file, line});
+  emulator::load_matrix(f, memory, leading_dimension, f.kLayout, {"load_matrix_sync", file, line});
 }
 template <int m, int n, int k, typename T>
 ATTENTION_EMULATOR_INLINE void load_matrix_sync(fragment<accumulator, m, n, k, T>& f,
                                                 std::common_type_t<const T*> memory,
                                                 unsigned leading_dimension, layout_t layout,
                                                 ATTENTION_EMULATOR_SITE) {
-  attention::emulator::load_matrix(f, memory, leading_dimension, layout,
-                                   {"load_matrix_sync", file, line});
+  emulator::load_matrix(f, memory, leading_dimension, layout, {"load_matrix_sync", file, line});
 }
 
 template <int m, int n, int k, typename T>
@@ -286,11 +272,11 @@ ATTENTION_EMULATOR_INLINE void store_matrix_sync(std::common_type_t<T*> memory,
                                                  unsigned leading_dimension, layout_t layout,
                                                  ATTENTION_EMULATOR_SITE) {
   using Fragment = fragment<accumulator, m, n, k, T>;
-  const attention::emulator::Site site{"store_matrix_sync", file, line};
-  attention::emulator::check_matrix(memory, leading_dimension, site);
-  attention::emulator::meet({memory, leading_dimension, layout, {}}, site);
+  const emulator::Site site{"store_matrix_sync", file, line};
+  emulator::check_matrix(memory, leading_dimension, site);
+  emulator::meet({memory, leading_dimension, layout, {}}, site);
   size_t offsets[Fragment::num_elements];
-  attention::emulator::element_offsets<Fragment>(offsets, leading_dimension, layout);
+  emulator::element_offsets<Fragment>(offsets, leading_dimension, layout);
   for (int i = 0; i < Fragment::num_elements; ++i) memory[offsets[i]] = f.x[i];
 }
 
@@ -302,9 +288,8 @@ ATTENTION_EMULATOR_INLINE void mma_sync(fragment<accumulator, m, n, k, D>& d,
                                         const fragment<matrix_b, m, n, k, T, LayoutB>& b,
                                         const fragment<accumulator, m, n, k, C>& c,
                                         ATTENTION_EMULATOR_SITE) {
-  attention::emulator::meet(
-      {nullptr, 0, 0, {&d, &a, &b, &c}}, {"mma_sync", file, line},
-      attention::emulator::multiply<std::decay_t<decltype(d)>, std::decay_t<decltype(a)>,
+  emulator::meet({nullptr, 0, 0, {&d, &a, &b, &c}}, {"mma_sync", file, line},
+                 emulator::multiply<std::decay_t<decltype(d)>, std::decay_t<decltype(a)>,
                                     std::decay_t<decltype(b)>, std::decay_t<decltype(c)>>);
 }
 

@@ -7,7 +7,6 @@
 
 #include <utility>
 
-#include "barrier.h"
 #include "cluster.h"
 #include "cuda_pipeline.h"
 #include "mma.h"
@@ -20,23 +19,9 @@ namespace attention::ptx {
 using CachePolicy = uint64_t;
 inline CachePolicy evict_first() { return 0; }
 
-__attribute__((noinline)) inline void copy_bulk(void* to, const void* from, unsigned bytes,
-                                                Barrier* barrier, CachePolicy = 0,
-                                                ATTENTION_EMULATOR_SITE) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  const emulator::Site site{"copy_bulk", file, line};
-  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0) {
-    emulator::fail(cudaErrorMisalignedAddress,
-                   site.text() + ": addresses and size must be multiples of 16 bytes");
-  }
-  check_use(barrier, site);
-  if (block.races != nullptr) {
-    block.races->access(from, bytes, emulator::AccessKind::kFetch, __builtin_return_address(0));
-    block.races->access(to, bytes, emulator::AccessKind::kCopy, __builtin_return_address(0));
-    block.races->release(barrier);  // the copy's last action
-  }
-  begin_copy({to, from, bytes, barrier, site}, __builtin_return_address(0));
-}
+// Defined in tma.cpp.
+void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barrier, CachePolicy = 0,
+               ATTENTION_EMULATOR_SITE);
 
 ATTENTION_EMULATOR_INLINE void copy_async(void* to, const void* from, CachePolicy,
                                           ATTENTION_EMULATOR_SITE) {
@@ -49,17 +34,8 @@ inline void prefetch(const void*) {}
 void proxy_fence();
 void global_proxy_fence();
 
-// Defined in registers.cpp.
-bool has_registers(unsigned registers, bool raises, const emulator::Site& site);
-
-ATTENTION_EMULATOR_INLINE void change_registers(unsigned registers, bool raises,
-                                                const emulator::Site& site) {
-  emulator::meet({nullptr, registers, raises, {}}, site);
-  while (!has_registers(registers, raises, site)) {
-    note_idle(nullptr, site);
-    yield();
-  }
-}
+// Defined in barrier.cpp.
+void change_registers(unsigned registers, bool raises, const Site& site);
 template <int kRegisters>
 void raise_registers(ATTENTION_EMULATOR_SITE) {
   static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0);
@@ -71,93 +47,52 @@ void lower_registers(ATTENTION_EMULATOR_SITE) {
   change_registers(kRegisters, false, {"lower_registers", file, line});
 }
 
-// These multiply for a whole warp; defined in tensor_core.cpp.
-void multiply_half(const emulator::MatrixCalls& calls, const emulator::Site& site);
-void multiply_bfloat16(const emulator::MatrixCalls& calls, const emulator::Site& site);
-void multiply_tf32(const emulator::MatrixCalls& calls, const emulator::Site& site);
+// These work for a whole warp; defined in tensor_core.cpp.
+void multiply_half(const MatrixCalls& calls, const Site& site);
+void multiply_bfloat16(const MatrixCalls& calls, const Site& site);
+void multiply_tf32(const MatrixCalls& calls, const Site& site);
+void move_elements(const MatrixCalls& calls, const Site& site);
+void check_row(const void* row, const Site& site);
 
 template <bool kIsBfloat16>
 ATTENTION_EMULATOR_INLINE void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2],
                                    ATTENTION_EMULATOR_SITE) {
-  emulator::meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line},
-                 kIsBfloat16 ? multiply_bfloat16 : multiply_half);
+  meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line},
+       kIsBfloat16 ? multiply_bfloat16 : multiply_half);
 }
 ATTENTION_EMULATOR_INLINE void mma_tf32(float (&sums)[4], const unsigned (&a)[4],
                                         const unsigned (&b)[2], ATTENTION_EMULATOR_SITE) {
-  emulator::meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma_tf32", file, line}, multiply_tf32);
+  meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma_tf32", file, line}, multiply_tf32);
 }
 
 struct MatrixRow {
   uint16_t elements[8];
 };
-struct MatrixLoad {
+struct MatrixAccess {
   MatrixRow row;
   unsigned* x;
   unsigned count;
-  bool is_transposed;
+  bool is_transposed, stores;
 };
 
-inline void check_row(const void* row, const emulator::Site& site) {
-  if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
-    emulator::fail(cudaErrorMisalignedAddress,
-                   site.text() + ": a row does not begin at a multiple of 16 bytes");
-  if (!emulator::this_fiber().block->shared.has(row))
-    emulator::fail(cudaErrorIllegalAddress, site.text() + ": a row is not in shared memory");
-}
-
-// The first eight lanes for each matrix read a row. The last lane to arrive distributes the elements.
+// The first eight lanes for each matrix have a row. The last lane to arrive moves the elements.
 template <int kCount>
 ATTENTION_EMULATOR_INLINE void load(unsigned (&x)[kCount], const void* row, bool is_transposed,
-                                    const emulator::Site& site) {
-  MatrixLoad load{{}, x, kCount, is_transposed};
-  if (emulator::this_fiber().thread % 32 < 8 * kCount) {
+                                    const Site& site) {
+  MatrixAccess load{{}, x, kCount, is_transposed, false};
+  if (this_fiber().thread % 32 < 8 * kCount) {
     check_row(row, site);
     load.row = *static_cast<const MatrixRow*>(row);
   }
-  emulator::meet({nullptr, 0, is_transposed, {&load}}, site,
-                 [](const emulator::MatrixCalls& calls, const emulator::Site&) {
-                   const auto of = [&](unsigned lane) {
-                     return static_cast<const MatrixLoad*>(calls[lane]->fragments[0]);
-                   };
-                   for (unsigned lane = 0; lane < 32; ++lane) {
-                     for (unsigned i = 0; i < of(0)->count; ++i) {
-                       unsigned r[2] = {lane / 4, lane / 4},
-                                c[2] = {lane % 4 * 2, lane % 4 * 2 + 1};
-                       if (of(0)->is_transposed) std::swap(r, c);
-                       of(lane)->x[i] = of(8 * i + r[0])->row.elements[c[0]] |
-                                        unsigned{of(8 * i + r[1])->row.elements[c[1]]} << 16;
-                     }
-                   }
-                 });
+  meet({nullptr, 0, is_transposed, {&load}}, site, move_elements);
 }
-
-struct MatrixStore {
-  const unsigned* x;
-  MatrixRow row;
-};
-
-// The reverse: the last lane to arrive collects the rows, and each is stored by the lane that has its
-// address.
 template <int kCount>
 ATTENTION_EMULATOR_INLINE void store(void* row, const unsigned (&x)[kCount], bool is_transposed,
-                                     const emulator::Site& site) {
-  const bool has_row = emulator::this_fiber().thread % 32 < 8 * kCount;
+                                     const Site& site) {
+  MatrixAccess store{{}, const_cast<unsigned*>(x), kCount, is_transposed, true};
+  const bool has_row = this_fiber().thread % 32 < 8 * kCount;
   if (has_row) check_row(row, site);
-  MatrixStore store{x, {}};
-  emulator::meet({nullptr, kCount, is_transposed, {&store}}, site,
-                 [](const emulator::MatrixCalls& calls, const emulator::Site&) {
-                   const auto of = [&](unsigned lane) {
-                     return static_cast<MatrixStore*>(const_cast<void*>(calls[lane]->fragments[0]));
-                   };
-                   for (unsigned lane = 0; lane < 8 * calls[0]->leading_dimension; ++lane) {
-                     for (unsigned i = 0; i < 8; ++i) {
-                       unsigned r = lane % 8, c = i;
-                       if (calls[0]->layout != 0) std::swap(r, c);
-                       of(lane)->row.elements[i] =
-                           of(4 * r + c / 2)->x[lane / 8] >> 16 * (c % 2) & 0xffff;
-                     }
-                   }
-                 });
+  meet({nullptr, kCount, is_transposed, {&store}}, site, move_elements);
   if (has_row) *static_cast<MatrixRow*>(row) = store.row;
 }
 ATTENTION_EMULATOR_INLINE void load_matrices(unsigned (&x)[4], const void* row,
@@ -169,8 +104,8 @@ ATTENTION_EMULATOR_INLINE void load_matrices_transposed(unsigned (&x)[4], const 
   load(x, row, true, {"load_matrices_transposed", file, line});
 }
 
-inline void allow_next() { emulator::allow_next(); }
-ATTENTION_EMULATOR_INLINE void wait_for_previous() { emulator::wait_for_previous(); }
+using emulator::allow_next;
+using emulator::wait_for_previous;
 
 }  // namespace attention::ptx
 

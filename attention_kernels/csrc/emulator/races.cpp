@@ -1,18 +1,189 @@
-// Finds races in shared memory: see races.h.
-
-#include "races.h"
-
-#include <algorithm>
-#include <string>
-#include <utility>
-
-#include "report.h"
-
-#pragma GCC visibility push(hidden)
+// Finds races: see races.h.
 
 namespace attention::emulator {
 
-constexpr char kNoFence[] = "without a proxy_fence() after it";
+// ---- What threads know --------------------------------------------------------------------------
+
+void Times::merge(const Times& other) {
+  all = std::max(all, other.all);
+  const auto middle = more.insert(more.end(), other.more.begin(), other.more.end());
+  const auto is_first = [](const OfThread& one, const OfThread& two) {
+    return one.thread != two.thread ? one.thread < two.thread : one.clock > two.clock;
+  };
+  std::inplace_merge(more.begin(), middle, more.end(), is_first);
+  const auto is_same = [](const auto& one, const auto& two) { return one.thread == two.thread; };
+  more.erase(std::unique(more.begin(), more.end(), is_same), more.end());
+  erase_if(more, [&](const OfThread& one) { return one.clock <= all; });
+}
+
+// Returns the place of a block in a list, or where it belongs.
+template <typename Blocks>
+auto place_in(Blocks& blocks, uint32_t block) {
+  return std::lower_bound(blocks.begin(), blocks.end(), block,
+                          [](const Times& one, uint32_t b) { return one.block < b; });
+}
+
+Times& Knowledge::of(uint32_t block) {
+  const auto at = place_in(blocks, block);
+  if (at != blocks.end() && at->block == block) return *at;
+  return *blocks.insert(at, {block, 0, {}});
+}
+
+void Knowledge::merge(const Knowledge& other) {
+  complete = std::max(complete, other.complete);
+  if (blocks.empty()) {
+    blocks = other.blocks;
+  } else {
+    for (const Times& theirs : other.blocks) of(theirs.block).merge(theirs);
+  }
+}
+
+bool Knowledge::has(uint32_t block, unsigned thread, uint32_t clock) const {
+  const auto found = place_in(blocks, block);
+  if (found == blocks.end() || found->block != block) return false;
+  if (found->all >= clock) return true;
+  const auto is_it = [&](const auto& one) { return one.thread == thread && one.clock >= clock; };
+  return std::any_of(found->more.begin(), found->more.end(), is_it);
+}
+
+template <typename T>
+T* zeros(size_t count) {
+  void* const memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return static_cast<T*>(memory);
+}
+
+// ---- All of memory ------------------------------------------------------------------------------
+
+// What a thread learns that reads a word, by scope: from those of a block, a cluster, or all.
+struct Flag {
+  uint32_t launch = 0;
+  Knowledge by_scope[kScopes];
+  uint32_t group[kScopes] = {};
+  Knowledge unfenced;  // the same if every access to it were a fence
+};
+
+// Of so many flags it is known whether a fence is missing.
+constexpr size_t kExplained = 256;
+
+constexpr uintptr_t kPageBytes = 4096;
+constexpr size_t kPages = 8192, kSlots = 2 * kPages;  // 1 GB of cells at most, for 32 MB of memory
+constexpr size_t kCellsPerPage = kPageBytes / kCellBytes;
+
+struct GlobalMemory {
+  struct Page {
+    std::atomic<uintptr_t> number{0};
+    Cell* cells = nullptr;
+    std::atomic<bool> is_locked{false};
+
+    // No thread may fail before it unlocks the page.
+    void lock() {
+      while (is_locked.exchange(true, std::memory_order_acquire)) sched_yield();
+    }
+    void unlock() { is_locked.store(false, std::memory_order_release); }
+    Cell& cell(uintptr_t address) { return cells[address % kPageBytes / kCellBytes]; }
+  };
+
+  std::mutex mutex;  // of what follows, and of new pages
+  std::map<uintptr_t, Flag> flags;
+  std::map<uint32_t, LaunchOrder*> launches;
+  // By launch, block and thread, the time of the last proxy fence for global memory.
+  std::map<std::array<uint32_t, 3>, uint32_t> proxy_fences;
+  uint32_t calls = 0, last = 1, first = 1;  // first: the number of launch 0 in cells
+  size_t used = 0;
+  Cell* cells = nullptr;
+  Page pages[kSlots];
+
+  static GlobalMemory& instance() {
+    static GlobalMemory* const memory = new GlobalMemory;
+    return *memory;
+  }
+
+  // Returns the slot of a page's number, or the empty one where it belongs.
+  Page& slot_of(uintptr_t number) {
+    for (size_t i = number * 0x9e3779b97f4a7c15u >> 40;; ++i) {
+      const uintptr_t there = pages[i % kSlots].number.load(std::memory_order_acquire);
+      if (there == number || there == 0) return pages[i % kSlots];
+    }
+  }
+
+  // Returns the page of an address, or null: it is full, or `adds` is false and there is none.
+  Page* find(uintptr_t address, bool adds) {
+    const uintptr_t number = address / kPageBytes;
+    if (Page& page = slot_of(number); page.number == number) return &page;
+    if (!adds) return nullptr;
+    const std::lock_guard<std::mutex> lock(mutex);
+    Page& page = slot_of(number);
+    if (page.number == number) return &page;
+    if (used == kPages) return nullptr;
+    if (cells == nullptr) cells = zeros<Cell>(kPages * kCellsPerPage);
+    page.cells = cells + used++ * kCellsPerPage;
+    page.number.store(number, std::memory_order_release);
+    return &page;
+  }
+
+  void clear() {
+    first = last;
+    if (used == 0) return;
+    for (Page& page : pages) page.number = 0;
+    madvise(cells, used * kCellsPerPage * sizeof(Cell), MADV_DONTNEED);
+    used = 0;
+  }
+
+  // Notes a race unless launch `number` begins after `before`. Returns whether that is still
+  // unknown.
+  bool defer(uint32_t number, uint32_t before, const std::string& message) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = launches.find(number);
+    if (found == launches.end()) return false;
+    LaunchOrder& order = *found->second;
+    if (before <= order.deferred) return true;
+    order.deferred = before;
+    std::snprintf(order.message, sizeof order.message, "%s", message.c_str());
+    return true;
+  }
+};
+
+inline uintptr_t end_of_page(uintptr_t address) { return (address / kPageBytes + 1) * kPageBytes; }
+
+// Forgets accesses to memory that another block gets.
+inline void forget(const void* memory, size_t bytes) {
+  const auto first = reinterpret_cast<uintptr_t>(memory), end = first + bytes;
+  for (uintptr_t at = first; at < end; at = end_of_page(at)) {
+    GlobalMemory::Page* const page = GlobalMemory::instance().find(at, /*adds=*/false);
+    if (page == nullptr) continue;
+    const std::lock_guard<GlobalMemory::Page> lock(*page);
+    std::fill_n(&page->cell(at), (std::min(end, end_of_page(at)) - at) / kCellBytes, Cell{});
+  }
+}
+
+Call::Call(size_t launches) {
+  GlobalMemory& memory = GlobalMemory::instance();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  if (memory.calls++ == 0) memory.clear();
+  before = ++memory.last;
+  memory.last += static_cast<uint32_t>(launches);
+}
+
+Call::~Call() {
+  GlobalMemory& memory = GlobalMemory::instance();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  if (--memory.calls > 0) return;
+  memory.flags.clear();
+  memory.proxy_fences.clear();
+}
+
+void register_launch(LaunchOrder& order, bool begins) {
+  GlobalMemory& memory = GlobalMemory::instance();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  if (begins)
+    memory.launches[order.number] = &order;
+  else
+    memory.launches.erase(order.number);
+}
+
+// ---- A block ------------------------------------------------------------------------------------
 
 Races::Races(Block& of)
     : block(of),
@@ -26,12 +197,13 @@ void Races::begin_block() {
   // If that is not known yet, what precedes the call may still run.
   floor.complete = order.begins_after != 0 ? order.begins_after : order.before_call - 1;
   of_thread.assign(block.threads, {});
-  has_news = has_allowed = false;
-  has_fenced_since.clear();
   for (Knowledge& one : at_fences) one = {};
+  has_fenced.clear();
+  has_news = has_allowed = false;
   random = (block.number + 1) * 0x9e3779b97f4a7c15u + block.launch->seed;
   begin_interval();
   begun = ordered;
+  launch = (order.number - GlobalMemory::instance().first) % kLaunches;
 }
 
 void Races::end_block() {
@@ -43,9 +215,9 @@ void Races::end_block() {
 }
 
 void Races::synchronize(unsigned first_thread, uint32_t lanes) {
-  // Lanes differ in what they know of other warps only after acquiring a barrier of ptx.h.
-  const unsigned first = released.empty() ? first_thread : 0;
-  const unsigned end = released.empty() ? first_thread + kWarpSize : block.threads;
+  // Lanes differ in what they know of other warps only if one has learned it from them.
+  const unsigned first = has_news ? 0 : first_thread;
+  const unsigned end = has_news ? block.threads : first_thread + kWarpSize;
   uint32_t all[kMaxThreads] = {};
   Knowledge news;
   for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
@@ -73,40 +245,171 @@ void Races::share(unsigned first_thread) {
   own[self] = ++time;
 }
 
-Races::Released& Races::at(const void* barrier) {
-  for (Released& one : released)
-    if (one.barrier == barrier) return one;
-  released.push_back({barrier, std::vector<uint32_t>(kMaxThreads), {}});
-  return released.back();
+void Races::release(const void* barrier, const Knowledge& more) {
+  const auto is_it = [&](const Released& one) { return one.barrier == barrier; };
+  const auto found = std::find_if(released.begin(), released.end(), is_it);
+  Released& one = found != released.end() ? *found : released.emplace_back(Released{barrier, {}});
+  one.knowledge.merge(more);
 }
 
 void Races::release(const void* barrier) {
-  const unsigned self = this_fiber().thread;
-  std::vector<uint32_t>& clock = at(barrier).clock;
-  at(barrier).others.merge(of_thread[self].news);
-  for (unsigned of = 0; of < block.threads; ++of) clock[of] = std::max(clock[of], known(self, of));
-  clock[self] = now(self);
-  own[self] = ++time;
+  release(barrier, knowledge());
+  advance();
 }
 
 void Races::acquire(const void* barrier) {
+  for (const Released& one : released)
+    if (one.barrier == barrier) learn(one.knowledge);
+}
+
+// ---- What orders accesses -----------------------------------------------------------------------
+
+Knowledge Races::knowledge() const {
   const unsigned self = this_fiber().thread;
-  const Released& one = at(barrier);
-  for (unsigned of = 0; of < block.threads; ++of)
-    known(self, of) = std::max(known(self, of), one.clock[of]);
-  learn(one.others);
+  Knowledge all = floor;
+  all.merge(of_thread[self].news);
+  Times& mine = all.of(static_cast<uint32_t>(block.number));
+  mine = {mine.block, ordered, {}};
+  for (unsigned of = 0; of < block.threads; ++of) {
+    const uint32_t clock = of == self ? now(self) : clocks[self * kMaxThreads + of];
+    if (clock > ordered) mine.more.push_back({of, clock});
+  }
+  return all;
 }
 
-void Races::release_from_block(const void* barrier, const Knowledge& sender) {
-  at(barrier).others.merge(sender);
+const Knowledge& Races::fenced(Scope scope) const {
+  return of_thread[this_fiber().thread].at_fence[static_cast<unsigned>(scope)];
 }
 
-uint32_t Races::clock() const { return now(this_fiber().thread); }
-
-bool Races::follows(unsigned thread, uint32_t clock) {
+void Races::learn(const Knowledge& more) {
   const unsigned self = this_fiber().thread;
-  return thread == self || clock <= ordered || known(self, thread) >= clock;
+  Knowledge& news = of_thread[self].news;
+  news.complete = std::max(news.complete, more.complete);
+  for (const Times& theirs : more.blocks) {
+    if (theirs.block != block.number) {
+      news.of(theirs.block).merge(theirs);
+      continue;
+    }
+    for (const auto& [thread, clock] : theirs.more)
+      known(self, thread) = std::max(known(self, thread), clock);
+    for (unsigned of = 0; of < block.threads && theirs.all > ordered; ++of)
+      known(self, of) = std::max(known(self, of), theirs.all);
+  }
+  has_news |= !more.is_empty();
 }
+
+// All threads have passed a barrier.
+void Races::share_news() {
+  for (OfThread& one : of_thread) {
+    floor.merge(one.news);
+    one.news = {};
+  }
+  has_news = false;
+}
+
+void Races::share_fences() {
+  for (const unsigned thread : has_fenced)
+    for (unsigned i = 0; i < kScopes; ++i) at_fences[i].merge(of_thread[thread].at_fence[i]);
+  has_fenced.clear();
+}
+
+void Races::fence(Scope scope) {
+  OfThread& mine = of_thread[this_fiber().thread];
+  {
+    const std::lock_guard<std::mutex> lock(GlobalMemory::instance().mutex);
+    for (const uintptr_t word : mine.loaded) acquire_flag(word, scope);
+  }
+  if (scope == Scope::kDevice) mine.loaded.clear();
+  std::fill_n(mine.at_fence, static_cast<unsigned>(scope) + 1, knowledge());
+  const unsigned self = this_fiber().thread;
+  if (has_fenced.empty() || has_fenced.back() != self) has_fenced.push_back(self);
+  advance();
+}
+
+// The number of those whom a scope includes, of a block of the launch.
+inline uint32_t group_of(const Launch& launch, uint64_t block, unsigned scope) {
+  const uint64_t of[] = {block + 1, block / launch.blocks_of_cluster() + 1, 0};
+  return static_cast<uint32_t>(of[scope]);
+}
+
+void Races::acquire_flag(uintptr_t word, Scope scope) {
+  GlobalMemory& memory = GlobalMemory::instance();
+  const auto found = memory.flags.find(word);
+  if (found == memory.flags.end() || found->second.launch != block.launch->in_stream->number)
+    return;
+  const Flag& flag = found->second;
+  for (unsigned i = 0; i <= static_cast<unsigned>(scope); ++i)
+    if (flag.group[i] == group_of(*block.launch, block.number, i)) learn(flag.by_scope[i]);
+}
+
+void Races::release_flag(uintptr_t word, Scope scope, bool is_release, bool replaces) {
+  const OfThread& mine = of_thread[this_fiber().thread];
+  GlobalMemory& memory = GlobalMemory::instance();
+  const bool is_rare = memory.flags.size() < kExplained;
+  if (!is_release && mine.at_fence[0].is_empty() && at_fences[0].is_empty() && !is_rare &&
+      memory.flags.count(word) == 0)
+    return;
+  const Knowledge all = is_release || is_rare ? knowledge() : Knowledge{};
+  Flag& flag = memory.flags[word];
+  if (flag.launch != block.launch->in_stream->number)
+    flag = {block.launch->in_stream->number, {}, {}, {}};
+  for (unsigned i = 0; i < kScopes; ++i) {
+    const uint32_t group = group_of(*block.launch, block.number, i);
+    if (replaces || flag.group[i] != group) flag.by_scope[i] = {};
+    flag.group[i] = group;
+    if (i > static_cast<unsigned>(scope)) continue;
+    flag.by_scope[i].merge(is_release ? all : mine.at_fence[i]);
+    flag.by_scope[i].merge(at_fences[i]);
+  }
+  flag.unfenced.merge(all);
+  advance();
+}
+
+void Races::begin_atomic(const void* address, size_t bytes, AccessKind kind, const void* code) {
+  access(address, bytes, kind, code);
+  GlobalMemory::instance().mutex.lock();
+}
+
+void Races::end_atomic(const void* address, AccessKind kind, int order, bool has_failed) {
+  const uintptr_t word = reinterpret_cast<uintptr_t>(address) & ~uintptr_t{3};  // that has the flag
+  auto& [news, at_fence, loaded, scope] = of_thread[this_fiber().thread];
+  const bool acquires = order == __ATOMIC_ACQUIRE || order >= __ATOMIC_ACQ_REL;
+  if (kind != AccessKind::kStore) {
+    const bool is_known = std::find(loaded.begin(), loaded.end(), word) != loaded.end();
+    if (kind == AccessKind::kAtomic || acquires || (!is_known && loaded.size() == 64))
+      acquire_flag(word, scope);
+    else if (!is_known)
+      loaded.push_back(word);
+    GlobalMemory& memory = GlobalMemory::instance();
+    if (const auto flag = memory.flags.find(word); flag != memory.flags.end())
+      unfenced.merge(flag->second.unfenced);
+  }
+  const bool changes = kind != AccessKind::kLoad && !has_failed;
+  if (changes) release_flag(word, scope, order >= __ATOMIC_RELEASE, kind == AccessKind::kStore);
+  scope = Scope::kDevice;
+  GlobalMemory::instance().mutex.unlock();
+  // Other blocks may see this before what the block does next. A volatile is stored after this
+  // call.
+  if (changes && !block.shared.has(address))
+    lets_others_run = draw() % (kind == AccessKind::kStore ? 2 : 4) == 0;
+}
+
+void Races::allow_next() {
+  if (std::exchange(has_allowed, true)) return;
+  LaunchOrder& order = *block.launch->in_stream;
+  uint32_t complete = floor.complete;
+  for (const OfThread& one : of_thread) complete = std::max(complete, one.news.complete);
+  const std::lock_guard<std::mutex> lock(GlobalMemory::instance().mutex);
+  order.allows = std::min(order.allows, complete);
+}
+
+void Races::wait_for_previous() {
+  Knowledge all;
+  all.complete = block.launch->in_stream->number - 1;
+  learn(all);
+}
+
+// ---- Accesses -----------------------------------------------------------------------------------
 
 void Races::proxy_fence() {
   const unsigned self = this_fiber().thread;
@@ -125,24 +428,24 @@ int Races::unfenced_writer(const void* memory, size_t bytes) {
   return -1;
 }
 
-bool Races::conflict(const Access& before, const Access& next) {
-  return before.clock > ordered && before.thread != next.thread &&
-         (before.bytes & next.bytes) != 0 && known(next.thread, before.thread) < before.clock &&
-         !(is_strong(before.kind) && is_strong(next.kind) &&
-           // A volatile does not order lanes of a warp.
-           (before.kind == AccessKind::kAtomic || next.kind == AccessKind::kAtomic ||
-            before.thread / kWarpSize != next.thread / kWarpSize));
+void Races::global_proxy_fence() {
+  const unsigned self = this_fiber().thread;
+  GlobalMemory& memory = GlobalMemory::instance();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  const auto number = static_cast<uint32_t>(block.number);
+  memory.proxy_fences[{block.launch->in_stream->number, number, self}] = now(self);
+  own[self] = ++time;
 }
 
-void Races::note_read(Cell& cell, const Access& read) {
-  auto& [last, lane, warp] = cell.reads;
-  if (last.clock <= ordered || last.thread / kWarpSize != read.thread / kWarpSize) {
-    warp = last;
-    lane = {};
-  } else if (last.thread != read.thread) {
-    lane = last;
-  }
-  last = read;
+bool Races::lacks_proxy_fence(const Access& before, const Access& next) const {
+  if (next.kind != AccessKind::kFetch || is_read(before.kind) || before.kind == AccessKind::kCopy ||
+      before.launch != next.launch)
+    return false;
+  GlobalMemory& memory = GlobalMemory::instance();
+  const std::lock_guard<std::mutex> lock(memory.mutex);
+  const auto fence =
+      memory.proxy_fences.find({block.launch->in_stream->number, before.block, before.thread});
+  return fence == memory.proxy_fences.end() || fence->second < before.clock;
 }
 
 uintptr_t Races::place_of(uintptr_t address) const {
@@ -153,8 +456,8 @@ uintptr_t Races::place_of(uintptr_t address) const {
   return first < Library::instance().tls_bytes ? first + kSharedBytes : ~uintptr_t{0};
 }
 
-// Whether an address is of memory that other blocks may access and change: not of a thread's stack, of
-// a constant, nor what describes the launch.
+// Whether an address is of memory that other blocks may access and change: not of a thread's stack,
+// of a constant, nor what describes the launch.
 bool Races::is_global(uintptr_t address) const {
   const auto is_of = [&](const void* object, size_t bytes) {
     return address - reinterpret_cast<uintptr_t>(object) < bytes;
@@ -168,97 +471,232 @@ bool Races::is_global(uintptr_t address) const {
 void Races::delay() {
   if (std::exchange(lets_others_run, false)) let_other_blocks_run(block, /*waits=*/false);
   if (block.launch->order != Launch::kShuffle || draw() % 64 != 0) return;
-  Fiber& self = this_fiber();
-  Fiber* const to = block.yield();
-  if (to != &self) switch_context(self, *to);
+  switch_to(block.yield());
+}
+
+// Returns whether an access comes before what the thread does now that does the next one.
+bool Races::comes_before(const Access& before, const Next& next) const {
+  if (before.clock == 0) return true;
+  if (next.sender != nullptr)
+    return before.clock <= begun || next.sender->has(next.block, before.thread, before.clock);
+  if (next.is_shared || (before.launch == next.launch && before.block == next.block))
+    return before.thread == next.thread || before.clock <= ordered ||
+           clocks[next.thread * kMaxThreads + before.thread] >= before.clock;
+  const Knowledge& news = of_thread[next.thread].news;
+  if (before.launch == next.launch)
+    return floor.has(before.block, before.thread, before.clock) ||
+           news.has(before.block, before.thread, before.clock);
+  return before.launch < next.launch &&
+         GlobalMemory::instance().first + before.launch <= std::max(floor.complete, news.complete);
+}
+
+bool Races::races_with(const Access& before, const Next& next) const {
+  if (before.clock == 0 || (before.bytes & next.bytes) == 0 ||
+      (is_read(before.kind) && is_read(next.kind)))
+    return false;
+  if (next.is_shared ? next.kind == AccessKind::kCopy && lacks_fence(before)
+                     : lacks_proxy_fence(before, next))
+    return true;
+  if (comes_before(before, next)) return false;
+  if (!is_strong(before.kind) || !is_strong(next.kind)) return true;
+  // In shared memory, a volatile does not order lanes of a warp.
+  if (next.is_shared)
+    return before.kind != AccessKind::kAtomic && next.kind != AccessKind::kAtomic &&
+           before.thread / kWarpSize == next.thread / kWarpSize;
+  const auto scope = static_cast<unsigned>(std::min(before.scope, next.scope));
+  return before.launch != next.launch ||
+         group_of(*block.launch, before.block, scope) != group_of(*block.launch, next.block, scope);
+}
+
+// Keeps a read, the latest last. It replaces the thread's own, or the older one of two of its warp,
+// else one that comes before it, or the oldest.
+void Races::keep(Access (&reads)[3], const Next& read) const {
+  const auto is_of_warp = [&](const Access& other) {
+    return other.clock != 0 && other.block == read.block && other.launch == read.launch &&
+           other.thread / kWarpSize == read.thread / kWarpSize;
+  };
+  auto& [oldest, older, last] = reads;
+  if (is_of_warp(last) ? last.thread != read.thread : !comes_before(last, read)) {
+    if (!(is_of_warp(last) && is_of_warp(older)) && !comes_before(older, read)) oldest = older;
+    older = last;
+  }
+  last = read;
+}
+
+// Compares an access to the bytes from `begin` to `end`, whose cells begin with `cell`, with those
+// before it, and records it. Ends after a cell with a race.
+Races::Race Races::check(Cell* cell, uintptr_t begin, uintptr_t end, Next& next) const {
+  for (uintptr_t at = begin, end_of_cell; at < end; at = end_of_cell, ++cell) {
+    end_of_cell = std::min(end, (at / kCellBytes + 1) * kCellBytes);
+    const uint32_t bytes = ((1u << (end_of_cell - at)) - 1) << at % kCellBytes;
+    if (next.bytes != bytes) next.bytes = bytes;  // seldom, as a store here is slow
+    Race race{{}, at};
+    if (races_with(cell->write, next)) race.before = cell->write;
+    if (is_read(next.kind)) {
+      keep(cell->reads, next);
+    } else {
+      for (const Access& read : cell->reads)
+        if (race.before.clock == 0 && races_with(read, next)) race.before = read;
+      const uint32_t before = cell->write.bytes;
+      const bool is_same = cell->write.clock == next.clock && cell->write.thread == next.thread &&
+                           cell->write.block == next.block && cell->write.launch == next.launch;
+      cell->write = next;
+      if (is_same) cell->write.bytes |= before;
+    }
+    if (race.before.clock != 0) return race;
+  }
+  return {{}, end};
+}
+
+void Races::check_shared(uintptr_t address, uintptr_t place, size_t bytes, Next& next) {
+  const Race race = check(cells + place / kCellBytes, place, place + bytes, next);
+  if (race.before.clock != 0) report(race.before, next, address + (race.at - place));
+}
+
+// Also for an access to another block's shared memory.
+void Races::check_global(uintptr_t address, size_t bytes, Next next) {
+  GlobalMemory& memory = GlobalMemory::instance();
+  const LaunchOrder& order = *block.launch->in_stream;
+  next.is_shared = false;
+  if (order.deferred < order.before_call && !(is_read(next.kind) && has_constants) &&
+      std::max(floor.complete, of_thread[next.thread].news.complete) < order.before_call)
+    report({}, next, address);
+  for (uintptr_t at = address, end; at < address + bytes; at = end) {
+    GlobalMemory::Page* const page = memory.find(at, /*adds=*/true);
+    if (page == nullptr) return;
+    end = std::min(address + bytes, end_of_page(at));
+    Race race;
+    {
+      const std::lock_guard<GlobalMemory::Page> lock(*page);
+      race = check(&page->cell(at), at, end, next);
+    }
+    if (race.before.clock != 0) report(race.before, next, race.at);
+  }
+}
+
+Races::Next Races::next_access(AccessKind kind, const void* code, bool is_shared) const {
+  const unsigned self = this_fiber().thread;
+  const auto from =
+      static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - Library::instance().code);
+  const Scope scope = is_strong(kind) && !is_shared ? of_thread[self].next_scope : Scope::kDevice;
+  const Access access{now(self), from, static_cast<uint32_t>(block.number), launch, self, kind,
+                      scope,     3};
+  return {access, is_shared, nullptr};
 }
 
 bool Races::access(const void* memory, size_t bytes, AccessKind kind, const void* code) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
-  const Library& library = Library::instance();
-  const uintptr_t first = place_of(address);
-  const auto thread = static_cast<uint16_t>(this_fiber().thread);
-  const auto from = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - library.code);
-  const bool is_shared = first != ~uintptr_t{0};
+  const uintptr_t place = place_of(address);
+  const bool is_shared = place != ~uintptr_t{0};
+  if (!is_shared && !is_global(address)) return false;
+  Next next = next_access(kind, code, is_shared);
   if (!is_shared) {
-    if (!is_global(address)) return false;
-    access_global(address, bytes, kind,
-                  is_strong(kind) ? of_thread[thread].next_scope : Scope::kDevice, from);
+    check_global(address, bytes, next);
     return true;
   }
-  Access next{now(thread), from, thread, 0, kind};
-  for (uintptr_t at = first; at < first + bytes;) {
-    uintptr_t end = at / kCellBytes * kCellBytes + kCellBytes;
-    if (end > first + bytes) end = first + bytes;
-    Cell& cell = cells[at / kCellBytes];
-    next.bytes = ((1u << (end - at)) - 1) << at % kCellBytes;
-    if (conflict(cell.write, next)) report(cell.write, next, address + (at - first));
-    if (is_read(kind)) {
-      note_read(cell, next);
-    } else {
-      for (const Access& read : cell.reads) {
-        if (conflict(read, next)) report(read, next, address + (at - first));
-        if (kind == AccessKind::kCopy && lacks_fence(read))
-          report(read, next, address + (at - first), false, kNoFence);
-      }
-      if (cell.write.clock == next.clock && cell.write.thread == thread)
-        next.bytes |= cell.write.bytes;
-      cell.write = next;
-    }
-    at = end;
-  }
+  check_shared(address, place, bytes, next);
   if (block.launch->cluster > 1 && kind != AccessKind::kCopy && kind != AccessKind::kFetch)
-    access_global(address, bytes, kind, Scope::kDevice, from);  // other blocks may access it
+    check_global(address, bytes, next);  // other blocks may access it
   return false;
 }
 
 void Races::copy_from_block(const void* memory, size_t bytes, const void* code,
                             const Knowledge& sender, const void* barrier) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
-  const unsigned self = this_fiber().thread;
-  const auto number = static_cast<uint32_t>(block.number);
-  const auto from =
-      static_cast<uint32_t>(reinterpret_cast<uintptr_t>(code) - Library::instance().code);
-  const Access next{now(self), from, static_cast<uint16_t>(self), 3, AccessKind::kCopy};
-  const uintptr_t first = place_of(address);
-  for (uintptr_t at = first; at < first + bytes; at += kCellBytes) {
-    Cell& cell = cells[at / kCellBytes];
-    for (const Access& before : {cell.write, cell.reads[0], cell.reads[1], cell.reads[2]}) {
-      if (before.clock > begun && !sender.has(number, before.thread, before.clock))
-        report(before, next, address + (at - first), /*is_from_block=*/true);
-      if (lacks_fence(before))
-        report(before, next, address + (at - first), /*is_from_block=*/true, kNoFence);
-    }
-    cell.write = next;
-  }
+  Next next = next_access(AccessKind::kCopy, code, true);
+  next.sender = &sender;
+  check_shared(address, place_of(address), bytes, next);
   release(barrier);
 }
 
-void Races::report(const Access& before, const Access& next, uintptr_t address, bool is_from_block,
-                   const char* lacking) {
-  const auto lane = [](const Access& access) {
-    return "lane " + std::to_string(access.thread % kWarpSize) + " of warp " +
-           std::to_string(access.thread / kWarpSize);
+void Races::report(const Access& before, const Next& next, uintptr_t address) {
+  const LaunchOrder& order = *block.launch->in_stream;
+  GlobalMemory& memory = GlobalMemory::instance();
+  const uint32_t launch = next.is_shared      ? order.number
+                          : before.clock == 0 ? order.before_call
+                                              : memory.first + before.launch;
+  const bool is_next_early = launch < order.number;
+  const auto lane = [&](const Access& access, bool is_of_launch) {
+    const dim3 grid = block.launch->grid;
+    const uint3 at{access.block % grid.x, access.block / grid.x % grid.y,
+                   access.block / grid.x / grid.y};
+    std::string name = "lane " + std::to_string(access.thread % kWarpSize) + " of warp " +
+                       std::to_string(access.thread / kWarpSize);
+    if (next.is_shared) return name;
+    name += " of block " + (is_of_launch ? text(at) : std::to_string(access.block));
+    if (is_of_launch) return name;
+    return name + " of the kernel " + (is_next_early ? "before it" : "after it");
+  };
+  const auto verb = [](AccessKind kind, const char* read, const char* changed,
+                       const char* written) {
+    return is_read(kind) ? read : kind == AccessKind::kAtomic ? changed : written;
   };
   // The return address comes just after the access.
   const auto at = [](const Access& access) {
     return place(Library::instance().code + access.code - 1);
   };
-  const bool is_dynamic =
-      address - reinterpret_cast<uintptr_t>(block.shared.dynamic) < block.shared.dynamic_bytes;
-  const std::string where =
-      is_dynamic
-          ? describe(block.shared, address)
-          : "byte " + std::to_string(address - reinterpret_cast<uintptr_t>(block.shared.fixed)) +
-                " of static shared memory";
-  const std::string what =
-      "race: " + (is_from_block ? "another block" : lane(next)) +
-      (is_read(next.kind) ? " reads " : " writes ") + where + at(next) + ", which " + lane(before) +
-      (is_read(before.kind) ? " has read" : " has written") + at(before) + ", " + lacking;
-  block.record(cudaErrorLaunchFailure, what.c_str());
-  block.abandon();
+  char hexadecimal[24];
+  std::snprintf(hexadecimal, sizeof hexadecimal, "0x%zx", size_t(address));
+  std::string what =
+      "race: " + (next.sender != nullptr ? "another block" : lane(next, true)) +
+      verb(next.kind, " reads ", " changes ", " writes ") +
+      (next.is_shared
+           ? describe(block.shared, address)
+           : (block.shared.has(reinterpret_cast<const void*>(address)) ? "shared" : "global") +
+                 std::string(" memory, byte ") + hexadecimal) +
+      at(next) + ", which ";
+  if (before.clock == 0)
+    what += "the kernel before may still write";
+  else
+    what += lane(before, launch == order.number) +
+            (next.is_shared ? verb(before.kind, " has read", " has changed", " has written")
+                            : verb(before.kind, " reads it", " changes it", " writes it")) +
+            at(before);
+  if (launch == order.number) {
+    what += std::string(next.is_shared ? ", " : ", and nothing orders them; ") +
+            missing_order(before, next);
+  } else {
+    what += is_next_early ? "; a wait_for_previous() before it would order them"
+                          : "; a wait_for_previous() there would order them";
+    const uint32_t first = std::min(launch, order.number), second = std::max(launch, order.number);
+    const bool is_unknown =
+        is_next_early ? order.begins_after == 0 || before.clock == 0 : second > first + 1;
+    if (is_unknown && memory.defer(second, first, what)) return;
+  }
+  fail(cudaErrorLaunchFailure, what);
 }
 
+// Says what would order two accesses of the launch.
+const char* Races::missing_order(const Access& before, const Next& next) const {
+  if (next.is_shared)
+    return comes_before(before, next) ? "without a proxy_fence() after it"
+                                      : "with no barrier between";
+  if (lacks_proxy_fence(before, next))
+    return "a proxy fence for global memory after the first of them, and "
+           "what orders threads, would";
+  if (before.block == next.block && before.thread / kWarpSize == next.thread / kWarpSize)
+    return "a __syncwarp() between them would";
+  if (before.block == next.block) return "a __syncthreads() between them would";
+  if (is_strong(before.kind) && is_strong(next.kind))
+    return "atomic operations of the device's scope, not the block's, "
+           "would";
+  GlobalMemory& memory = GlobalMemory::instance();
+  Knowledge fenced;
+  for (const uintptr_t word : of_thread[next.thread].loaded) {
+    const std::lock_guard<std::mutex> lock(memory.mutex);
+    const auto flag = memory.flags.find(word);
+    if (flag != memory.flags.end()) fenced.merge(flag->second.by_scope[kScopes - 1]);
+  }
+  if (fenced.has(before.block, before.thread, before.clock))
+    return "a __threadfence() after the load of the flag would";
+  if (unfenced.has(before.block, before.thread, before.clock))
+    return "a __threadfence() after the first of them, before the atomic "
+           "or the flag, would";
+  const auto cluster = static_cast<unsigned>(Scope::kCluster);
+  if (group_of(*block.launch, before.block, cluster) ==
+      group_of(*block.launch, next.block, cluster))
+    return "a barrier of the cluster between them would";
+  return "an atomic or a flag with a __threadfence() on both sides, a "
+         "barrier of the grid or a second kernel would";
+}
 }  // namespace attention::emulator
-
-#pragma GCC visibility pop

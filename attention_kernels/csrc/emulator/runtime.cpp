@@ -1,15 +1,45 @@
 // The part of the emulator that does not depend on the kernel. Each library or program of emulated
 // kernels includes it once; kernels that do not include it compile in half the time.
 
+#include "runtime.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <optional>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+// Hides what these files define, but not what the headers above declare, from other libraries.
+#pragma GCC visibility push(hidden)
+
 #include "barrier.cpp"
 #include "block.cpp"
 #include "cluster.cpp"
 #include "faults.cpp"
-#include "global_races.cpp"
 #include "grid.cpp"
 #include "pipeline.cpp"
 #include "races.cpp"
-#include "registers.cpp"
 #include "tensor_core.cpp"
 #include "tma.cpp"
 #include "wgmma.cpp"
+
+#pragma GCC visibility pop

@@ -173,13 +173,10 @@ struct SharedMemory {
   // Returns the byte at such an address, or past the end of dynamic shared memory, or null.
   unsigned char* at_address(unsigned address) const;
 
-  // Returns the address in another block's shared memory that corresponds to `here`.
-  template <typename T>
-  T* in_other(T* here, const SharedMemory& other) const {
-    auto* const byte = reinterpret_cast<unsigned char*>(here);
-    const bool is_dynamic = static_cast<size_t>(byte - dynamic) < dynamic_bytes;
-    return reinterpret_cast<T*>(is_dynamic ? other.dynamic + (byte - dynamic)
-                                           : other.statics + (byte - statics));
+  // Returns the byte of another block's shared memory that corresponds to `here`.
+  unsigned char* in_other(unsigned char* here, const SharedMemory& other) const {
+    const bool is_dynamic = static_cast<size_t>(here - dynamic) < dynamic_bytes;
+    return is_dynamic ? other.dynamic + (here - dynamic) : other.statics + (here - statics);
   }
 
   // Returns whether an address is in or near dynamic shared memory.

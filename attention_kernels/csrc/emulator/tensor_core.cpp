@@ -1,30 +1,26 @@
-// The arithmetic of ptx.h's mma and mma_tf32, equal to that of Hopper's tensor cores bit for bit.
-// Each product is exact. Products and the old sum are truncated two bits below the last place of
-// the largest of them, then added, and the total is truncated to a float. The exponent of a product
-// is the sum of its factors' exponents.
-
-#include "ptx.h"
-
-#pragma GCC visibility push(hidden)
+// What ptx.h's matrix functions do for a whole warp. mma() and mma_tf32() are equal to Hopper's
+// tensor cores bit for bit. Each product is exact. Products and the old sum are truncated two bits
+// below the last place of the largest of them, then added, and the total is truncated to a float.
+// The exponent of a product is the sum of its factors' exponents.
 
 namespace attention::ptx {
 
 constexpr int kExtraBits = 2;
 
 ATTENTION_EMULATOR_INLINE double power_of_two(int exponent) {
-  return emulator::bit_cast<double>(uint64_t(exponent + 1023) << 52);
+  return bit_cast<double>(uint64_t(exponent + 1023) << 52);
 }
 
 // Returns a float's exponent; 0 has a smaller one than any other float.
 ATTENTION_EMULATOR_INLINE int exponent_of(float x, int least) {
-  const int biased = emulator::bit_cast<uint32_t>(x) >> 23 & 0xff;
+  const int biased = bit_cast<uint32_t>(x) >> 23 & 0xff;
   return x == 0.0f ? -400 : std::max(biased - 127, least);
 }
 
 ATTENTION_EMULATOR_INLINE float towards_zero(double x) {
   const auto nearest = static_cast<float>(x);
   if (std::fabs(nearest) <= std::fabs(x)) return nearest;
-  return emulator::bit_cast<float>(emulator::bit_cast<uint32_t>(nearest) - 1);
+  return bit_cast<float>(bit_cast<uint32_t>(nearest) - 1);
 }
 
 // A row of A or a column of B.
@@ -74,8 +70,8 @@ ATTENTION_EMULATOR_HOT float tensor_core_sum(float sum, const Operands<kDepth>& 
 // Multiplies for a whole warp. least: the exponent of the operands' subnormal numbers. values():
 // unpacks a register.
 template <int kDepth, typename Values>
-void multiply_warp(const emulator::MatrixCalls& calls, int least, Values values) {
-  const emulator::Subnormals kept(false);
+void multiply_warp(const MatrixCalls& calls, int least, Values values) {
+  const Subnormals kept(false);
   constexpr int kInWord = kDepth / 8;
   Operands<kDepth> a[16], b[8];
   const auto unpack = [&](unsigned word, Operands<kDepth>& to, unsigned k) {
@@ -100,25 +96,49 @@ void multiply_warp(const emulator::MatrixCalls& calls, int least, Values values)
 }
 
 template <typename Format>
-void multiply_halves(const emulator::MatrixCalls& calls, int least) {
+void multiply_halves(const MatrixCalls& calls, int least) {
   multiply_warp<16>(calls, least, [](unsigned word, float* values) {
     values[0] = Format::decode(static_cast<uint16_t>(word));
     values[1] = Format::decode(static_cast<uint16_t>(word >> 16));
   });
 }
 
-void multiply_half(const emulator::MatrixCalls& calls, const emulator::Site&) {
-  multiply_halves<emulator::HalfFormat>(calls, -14);
+void multiply_half(const MatrixCalls& calls, const Site&) {
+  multiply_halves<HalfFormat>(calls, -14);
 }
-void multiply_bfloat16(const emulator::MatrixCalls& calls, const emulator::Site&) {
-  multiply_halves<emulator::BFloat16Format>(calls, -126);
+void multiply_bfloat16(const MatrixCalls& calls, const Site&) {
+  multiply_halves<BFloat16Format>(calls, -126);
 }
-void multiply_tf32(const emulator::MatrixCalls& calls, const emulator::Site&) {
-  multiply_warp<8>(calls, -126, [](unsigned word, float* value) {
-    *value = emulator::bit_cast<float>(word & ~0x1fffu);
-  });
+void multiply_tf32(const MatrixCalls& calls, const Site&) {
+  multiply_warp<8>(calls, -126,
+                   [](unsigned word, float* value) { *value = bit_cast<float>(word & ~0x1fffu); });
+}
+
+// Moves the elements between the lanes' rows and registers.
+void move_elements(const MatrixCalls& calls, const Site&) {
+  const auto of = [&](unsigned lane) -> MatrixAccess& {
+    return *static_cast<MatrixAccess*>(const_cast<void*>(calls[lane]->fragments[0]));
+  };
+  const auto [row, x, count, is_transposed, stores] = of(0);
+  for (unsigned i = 0; i < count; ++i) {
+    for (unsigned r = 0; r < 8; ++r) {
+      for (unsigned c = 0; c < 8; ++c) {
+        uint16_t& element = of(8 * i + (is_transposed ? c : r)).row.elements[is_transposed ? r : c];
+        unsigned& pair = of(4 * r + c / 2).x[i];
+        const unsigned shift = c % 2 * 16;
+        if (stores)
+          element = static_cast<uint16_t>(pair >> shift);
+        else
+          pair = (pair & ~(0xffffu << shift)) | unsigned{element} << shift;
+      }
+    }
+  }
+}
+
+void check_row(const void* row, const Site& site) {
+  if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
+    fail(site, "a row does not begin at a multiple of 16 bytes", cudaErrorMisalignedAddress);
+  check_shared(row, "a row", site);
 }
 
 }  // namespace attention::ptx
-
-#pragma GCC visibility pop

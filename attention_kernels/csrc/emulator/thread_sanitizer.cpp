@@ -4,15 +4,10 @@
 
 #include "block.h"
 
-#define ON_ACCESS(address, bytes, kind)                                                  \
-  attention::emulator::check_race(address, bytes, attention::emulator::AccessKind::kind, \
-                                  __builtin_return_address(0))
-#define ON_ATOMIC(address, bytes, kind, order)                                                    \
-  attention::emulator::check_poll(address, bytes, attention::emulator::AccessKind::kind,          \
-                                  __builtin_return_address(0));                                   \
-  attention::emulator::Races::Atomic around(attention::emulator::races_of_this(), address, bytes, \
-                                            attention::emulator::AccessKind::kind, order,         \
-                                            __builtin_return_address(0))
+#define ON_ACCESS(address, bytes, kind) \
+  check_race(address, bytes, AccessKind::kind, __builtin_return_address(0))
+#define ON_ATOMIC(address, bytes, kind, order) \
+  const Atomic around(address, bytes, AccessKind::kind, order, __builtin_return_address(0))
 #define ON_VOLATILE(address, bytes, kind) ON_ATOMIC(address, bytes, kind, __ATOMIC_RELAXED)
 #define END_ATOMIC(changed) around.has_failed = !(changed)
 
@@ -30,12 +25,8 @@ inline void check_race(const void* address, size_t bytes, AccessKind kind, const
   if (is_global) block->races->delay();
 }
 
-inline Races* races_of_this() {
-  Block* const block = this_block();
-  return block == nullptr ? nullptr : block->races;
-}
-
-// A load of a volatile, or an atomic one, may be repeated until the value changes. Others run first.
+// A load of a volatile, or an atomic one, may be repeated until the value changes. Others run
+// first.
 inline void check_poll(const void* address, size_t bytes, AccessKind kind, const void* code) {
   Block* const block = this_block();
   if (block == nullptr) return;
@@ -48,6 +39,25 @@ inline void check_poll(const void* address, size_t bytes, AccessKind kind, const
   block->access = 0;
   note_poll(address, value, {nullptr, nullptr, 0}, code);
 }
+
+// Surrounds an atomic operation.
+struct Atomic {
+  Races* const races = this_block() == nullptr ? nullptr : this_block()->races;
+  const void* const address;
+  const AccessKind kind;
+  const int order;
+  mutable bool has_failed = false;
+
+  Atomic(const void* at, size_t bytes, AccessKind access_kind, int memory_order, const void* code)
+      : address(at), kind(access_kind), order(memory_order) {
+    check_poll(at, bytes, kind, code);
+    if (races != nullptr) races->begin_atomic(at, bytes, kind, code);
+  }
+  ~Atomic() {
+    if (races != nullptr) races->end_atomic(address, kind, order, has_failed);
+  }
+  Atomic(const Atomic&) = delete;
+};
 
 }  // namespace attention::emulator
 

@@ -1,21 +1,11 @@
 // Copies of tiles, and what copies must not meet in shared memory: see tma.h.
 
-#include "tma.h"
-
-#include <algorithm>
-#include <string>
-
-#include "cluster.h"
-#include "report.h"
-#include "wgmma.h"
-
-#pragma GCC visibility push(hidden)
-
 namespace attention::ptx {
 
-[[noreturn]] inline void copy_failure(cudaError_t code, const emulator::Site& site,
-                                      const std::string& what) {
-  emulator::fail(code, (site.text().text + (": " + what)).c_str());
+inline void check_multiple_of_16(const void* to, const void* from, unsigned bytes,
+                                 const Site& site) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0)
+    fail(site, "addresses and size must be multiples of 16 bytes", cudaErrorMisalignedAddress);
 }
 
 inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
@@ -23,38 +13,53 @@ inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes
   return first < second + b_bytes && second < first + a_bytes;
 }
 
+// Returns what is shown of a byte of dynamic shared memory, or null: of static arrays it is not
+// known.
+inline unsigned char* shown(const void* memory) {
+  Block& block = *this_fiber().block;
+  std::vector<unsigned char>& seen = block.in_flight.seen;
+  const size_t offset = static_cast<const unsigned char*>(memory) - block.shared.dynamic;
+  if (offset >= block.shared.dynamic_bytes) return nullptr;
+  if (seen.empty()) {
+    seen.resize(block.shared.dynamic_bytes);
+    SharedMemory::fill(seen.data(), seen.size(), block.launch->poison);
+  }
+  return &seen[offset];
+}
+void show(const void* from, size_t bytes) {
+  if (unsigned char* const to = shown(from)) std::memcpy(to, from, bytes);
+}
+bool is_shown(const void* from, size_t bytes) {
+  const unsigned char* const there = shown(from);
+  return there == nullptr || std::memcmp(there, from, bytes) == 0;
+}
+
 void proxy_fence() {
-  emulator::Block& block = *emulator::this_fiber().block;
-  block.in_flight.view.update(block.shared, block.launch->poison);
+  Block& block = *this_fiber().block;
+  show(block.shared.dynamic, block.shared.dynamic_bytes);
   if (block.races != nullptr) block.races->proxy_fence();
   show_barriers();
 }
 
 void global_proxy_fence() {
-  if (emulator::Races* const races = emulator::this_fiber().block->races)
-    races->global_proxy_fence();
+  if (Races* const races = this_fiber().block->races) races->global_proxy_fence();
 }
 
-void begin_copy(const emulator::BulkCopy& copy, const void* code) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  emulator::InFlight& in_flight = block.in_flight;
-  for (const emulator::BulkCopy& other : in_flight.copies) {
+void add_copy(const BulkCopy& copy, const void* code) {
+  Block& block = *this_fiber().block;
+  InFlight& in_flight = block.in_flight;
+  for (const BulkCopy& other : in_flight.copies)
     if (overlap(copy.to, copy.bytes, other.to, other.bytes))
-      copy_failure(cudaErrorLaunchFailure, copy.site,
-                   std::string("the destination is still written by ") + other.site.text().text);
-  }
-  for (const emulator::TileStore& store : in_flight.stores) {
-    if (overlap(copy.to, copy.bytes, store.from, store.bytes.size()))
-      copy_failure(cudaErrorLaunchFailure, copy.site,
-                   std::string("the destination is still read by ") + store.site.text().text);
-  }
-  if (const emulator::Site* const product = product_that_reads(copy.to, copy.bytes))
-    copy_failure(cudaErrorLaunchFailure, copy.site,
-                 std::string("the destination is still read by ") + product->text().text);
+      fail(copy.site, "the destination is still written by " + to_string(other.site));
+  for (const TileStore& store : in_flight.stores)
+    if (overlap(copy.to, copy.bytes, store.copy.to, store.copy.bytes))
+      fail(copy.site, "the destination is still read by " + to_string(store.copy.site));
+  if (const Site* const product = product_that_reads(copy.to, copy.bytes))
+    fail(copy.site, "the destination is still read by " + to_string(*product));
   block.shared.fill(static_cast<unsigned char*>(copy.to), copy.bytes, block.launch->poison);
-  in_flight.view.update(block.shared, block.launch->poison, copy.to, copy.bytes);
+  show(copy.to, copy.bytes);
   in_flight.copies.push_back(copy);
-  if (emulator::on_copy != nullptr) emulator::on_copy(copy, /*is_store=*/false, code);
+  if (on_copy != nullptr) on_copy(copy, /*is_store=*/false, code);
 }
 
 // ---- Tensor maps --------------------------------------------------------------------------------
@@ -77,9 +82,21 @@ inline size_t box_bytes(const TensorMap& map) {
   return size_t(map.element_bytes) * map.box[0] * map.box[1] * map.box[2] * map.box[3];
 }
 
+Box line_of(const void* memory, size_t bytes) {
+  const auto size = static_cast<int>(bytes);
+  return {{static_cast<const unsigned char*>(memory),
+           {size, 1, 1, 1},
+           {1, size, size, size},
+           {size, 1, 1, 1},
+           1,
+           0},
+          {}};
+}
+
 // Calls row(offset in the tile, address in the tensor, bytes within bounds) for each row of a box.
 template <typename Row>
-void for_each_row(const TensorMap& map, const int (&at)[4], Row row) {
+void for_each_row(const Box& box, Row row) {
+  const auto& [map, at] = box;
   const int width = map.box[0] * map.element_bytes;
   const int64_t first = std::clamp<int64_t>(at[0], 0, map.sizes[0]);
   const int64_t end = std::clamp<int64_t>(int64_t{at[0]} + map.box[0], first, map.sizes[0]);
@@ -107,157 +124,138 @@ inline size_t swizzled(size_t offset, int swizzle) {
   return offset ^ ((offset >> 7 & ((1u << swizzle) - 1)) << 4);
 }
 
-inline void check_tile(const TensorMap& map, const void* tile, const emulator::Site& site) {
-  const emulator::Block& block = *emulator::this_fiber().block;
+inline void check_tile(const TensorMap& map, const void* tile, const Site& site) {
   const size_t alignment = map.swizzle == 0 ? 128 : 128u << map.swizzle;
   const auto* const first = static_cast<const unsigned char*>(tile);
-  if (!block.shared.has(first) || !block.shared.has(first + box_bytes(map) - 1))
-    copy_failure(cudaErrorIllegalAddress, site, "the tile is not in shared memory");
+  check_shared(first, "the tile", site);
+  check_shared(first + box_bytes(map) - 1, "the tile", site);
   if (reinterpret_cast<uintptr_t>(tile) % alignment != 0)
-    copy_failure(cudaErrorMisalignedAddress, site,
-                 "the tile is not at a multiple of " + std::to_string(alignment) + " bytes");
+    fail(site, "the tile is not at a multiple of " + std::to_string(alignment) + " bytes",
+         cudaErrorMisalignedAddress);
 }
 
-void load_box(void* to, const TensorMap& map, const int (&at)[4], Barrier* barrier,
-              const void* code, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  check_tile(map, to, site);
-  check_use(barrier, site);
+// ---- Loads --------------------------------------------------------------------------------------
+
+void begin_copy(const BulkCopy& copy, const void* code) {
+  check_use(static_cast<const Barrier*>(copy.barrier), copy.site);
   receive_messages();
-  if (block.races != nullptr) {
-    for_each_row(map, at, [&](size_t, const unsigned char* row, size_t, size_t bytes) {
-      if (bytes > 0) block.races->access(row, bytes, emulator::AccessKind::kFetch, code);
+  if (Races* const races = this_fiber().block->races) {
+    for_each_row(copy.from, [&](size_t, const unsigned char* row, size_t, size_t bytes) {
+      if (bytes > 0) races->access(row, bytes, AccessKind::kFetch, code);
     });
-    block.races->access(to, box_bytes(map), emulator::AccessKind::kCopy, code);
-    block.races->release(barrier);  // the copy's last action
+    races->access(copy.to, copy.bytes, AccessKind::kCopy, code);
+    races->release(copy.barrier);  // the copy's last action
   }
-  begin_copy({to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}}, code);
+  add_copy(copy, code);
 }
 
-void load_box_to_blocks(unsigned blocks, void* to, const TensorMap& map, const int (&at)[4],
-                        Barrier* barrier, const void* code, const emulator::Site& site) {
-  const emulator::Block& self = *emulator::this_fiber().block;
-  const unsigned count = std::max(self.launch->cluster, 1u);
-  if (blocks == 0 || blocks >> count != 0)
-    copy_failure(cudaErrorIllegalInstruction, site,
-                 "the mask " + std::to_string(blocks) + " is not of blocks of a cluster of " +
-                     std::to_string(count));
+void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barrier, CachePolicy,
+               const char* file, int line) {
+  const Site site{"copy_bulk", file, line};
+  check_multiple_of_16(to, from, bytes, site);
+  begin_copy({to, bytes, barrier, site, line_of(from, bytes)}, __builtin_return_address(0));
+}
+
+void load_tile(void* to, const TensorMap& map, int c0, int c1, int c2, int c3, Barrier* barrier,
+               const char* file, int line) {
+  const Site site{"load_tile", file, line};
   check_tile(map, to, site);
-  if (!self.shared.has(barrier))
-    copy_failure(cudaErrorIllegalAddress, site, "the barrier is not in shared memory");
+  begin_copy({to, box_bytes(map), barrier, site, {map, {c0, c1, c2, c3}}},
+             __builtin_return_address(0));
+}
+
+void load_tile_to_blocks(unsigned blocks, void* to, const TensorMap& map, int c0, int c1, int c2,
+                         int c3, Barrier* barrier, const char* file, int line) {
+  const Site site{"load_tile_to_blocks", file, line};
+  const BulkCopy copy{to, box_bytes(map), barrier, site, {map, {c0, c1, c2, c3}}};
+  const Block& self = *this_fiber().block;
+  const unsigned count = self.launch->blocks_of_cluster();
+  if (blocks == 0 || blocks >> count != 0)
+    fail(site,
+         "the mask " + std::to_string(blocks) + " is not of blocks of a cluster of " +
+             std::to_string(count),
+         cudaErrorIllegalInstruction);
+  check_tile(map, to, site);
+  check_shared(barrier, "the barrier", site);
   for (unsigned block = 0; block < count; ++block) {
     if ((blocks >> block & 1) == 0) continue;
-    if (block == emulator::rank_of(self)) {
-      load_box(to, map, at, barrier, code, site);
+    if (block == rank_of(self)) {
+      begin_copy(copy, __builtin_return_address(0));
     } else {
-      send(block, {to, nullptr, box_bytes(map), barrier, site, map, {at[0], at[1], at[2], at[3]}},
-           code);
+      send(block, copy, __builtin_return_address(0));
     }
   }
 }
 
-void fill_tile(const emulator::BulkCopy& copy) {
-  const auto& map = copy.map;
+void fill_tile(const BulkCopy& copy) {
+  const auto& map = copy.from.map;
   const size_t width = map.box[0] * map.element_bytes;
   auto* const tile = static_cast<unsigned char*>(copy.to);
   std::vector<unsigned char> row(width);
-  for_each_row(map, copy.at,
+  for_each_row(copy.from,
                [&](size_t offset, const unsigned char* from, size_t skipped, size_t bytes) {
                  std::fill(row.begin(), row.end(), 0);
                  if (bytes > 0) std::memcpy(&row[skipped], from, bytes);
                  for (size_t i = 0; i < width; i += 16)
-                   std::memcpy(tile + swizzled(offset + i, map.swizzle), &row[i], 16);
+                   std::memcpy(tile + swizzled(offset + i, map.swizzle), &row[i],
+                               std::min<size_t>(width - i, 16));
                });
 }
 
 // ---- Stores -------------------------------------------------------------------------------------
 
-inline void begin_store(const TensorMap& map, const int (&at)[4], const void* from,
-                        const void* code, const emulator::Site& site);
+inline void begin_store(const BulkCopy& copy, const void* code) {
+  Block& block = *this_fiber().block;
+  if (*std::min_element(copy.from.at, copy.from.at + 4) < 0)
+    fail(copy.site, "a coordinate is negative", cudaErrorIllegalInstruction);
+  const auto* const tile = static_cast<const unsigned char*>(copy.to);
+  if (block.races != nullptr) block.races->access(tile, copy.bytes, AccessKind::kFetch, code);
+  check_visible(tile, copy.bytes, copy.site);
+  if (on_copy != nullptr) on_copy(copy, /*is_store=*/true, code);
+  block.in_flight.stores.push_back(
+      {copy, this_fiber().thread, block.own().store_group, {tile, tile + copy.bytes}, code});
+}
 
-void store_box(const TensorMap& map, const int (&at)[4], const void* from, const void* code,
-               const emulator::Site& site) {
+void store_tile(const TensorMap& map, int c0, int c1, int c2, int c3, const void* from,
+                const char* file, int line) {
+  const Site site{"store_tile", file, line};
   check_tile(map, from, site);
-  begin_store(map, at, from, code, site);
+  begin_store({const_cast<void*>(from), box_bytes(map), nullptr, site, {map, {c0, c1, c2, c3}}},
+              __builtin_return_address(0));
 }
 
-void store_bytes(void* to, const void* from, unsigned bytes, const void* code,
-                 const emulator::Site& site) {
-  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0)
-    copy_failure(cudaErrorMisalignedAddress, site,
-                 "addresses and size must be multiples of 16 bytes");
-  if (!emulator::this_fiber().block->shared.has(from))
-    copy_failure(cudaErrorIllegalAddress, site, "the source is not in shared memory");
-  const TensorMap map{static_cast<unsigned char*>(to),
-                      {bytes, 1, 1, 1},
-                      {1, bytes, bytes, bytes},
-                      {static_cast<int>(bytes), 1, 1, 1},
-                      1,
-                      0};
-  begin_store(map, {0, 0, 0, 0}, from, code, site);
+void store_bulk(void* to, const void* from, unsigned bytes, const char* file, int line) {
+  const Site site{"cp.async.bulk", file, line};
+  check_multiple_of_16(to, from, bytes, site);
+  check_shared(from, "the source", site);
+  begin_store({const_cast<void*>(from), bytes, nullptr, site, line_of(to, bytes)},
+              __builtin_return_address(0));
 }
 
-inline void begin_store(const TensorMap& map, const int (&at)[4], const void* from,
-                        const void* code, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  emulator::InFlight& in_flight = block.in_flight;
-  if (*std::min_element(at, at + 4) < 0)
-    copy_failure(cudaErrorIllegalInstruction, site, "a coordinate is negative");
-  const auto* const tile = static_cast<const unsigned char*>(from);
-  const size_t bytes = box_bytes(map);
-  if (block.races != nullptr) block.races->access(from, bytes, emulator::AccessKind::kFetch, code);
-  check_visible(tile, bytes, site);
-  if (emulator::on_copy != nullptr) {
-    emulator::on_copy(
-        {const_cast<void*>(from), nullptr, bytes, nullptr, site, map, {at[0], at[1], at[2], at[3]}},
-        /*is_store=*/true, code);
-  }
-  in_flight.store_groups.resize(block.threads);
-  const unsigned thread = emulator::this_fiber().thread;
-  in_flight.stores.push_back({thread,
-                              in_flight.store_groups[thread],
-                              tile,
-                              {tile, tile + bytes},
-                              map,
-                              {at[0], at[1], at[2], at[3]},
-                              site,
-                              code});
-}
+void store_tiles_commit() { ++this_fiber().block->own().store_group; }
 
-void end_store_group() {
-  const emulator::Fiber& self = emulator::this_fiber();
-  self.block->in_flight.store_groups.resize(self.block->threads);
-  ++self.block->in_flight.store_groups[self.thread];
-}
-
-inline void finish(const emulator::TileStore& store) {
-  if (!std::equal(store.bytes.begin(), store.bytes.end(), store.from))
-    copy_failure(cudaErrorLaunchFailure, store.site,
-                 "the tile was changed before it had been read");
-  const auto& map = store.map;
-  emulator::Races* const races = emulator::this_fiber().block->races;
-  for_each_row(map, store.at,
-               [&](size_t offset, const unsigned char* to, size_t skipped, size_t bytes) {
-                 auto* const row = const_cast<unsigned char*>(to);
-                 if (races != nullptr && bytes > 0)
-                   races->access(row, bytes, emulator::AccessKind::kCopy, store.code);
-                 for (size_t i = 0; i < bytes; ++i)
-                   row[i] = store.bytes[swizzled(offset + skipped + i, map.swizzle)];
-               });
+inline void finish(const TileStore& store) {
+  if (std::memcmp(store.bytes.data(), store.copy.to, store.copy.bytes) != 0)
+    fail(store.copy.site, "the tile was changed before it had been read");
+  Races* const races = this_fiber().block->races;
+  for_each_row(
+      store.copy.from, [&](size_t offset, const unsigned char* to, size_t skipped, size_t bytes) {
+        auto* const row = const_cast<unsigned char*>(to);
+        if (races != nullptr && bytes > 0) races->access(row, bytes, AccessKind::kCopy, store.code);
+        for (size_t i = 0; i < bytes; ++i)
+          row[i] = store.bytes[swizzled(offset + skipped + i, store.copy.from.map.swizzle)];
+      });
 }
 
 void finish_stores(unsigned groups) {
-  const emulator::Fiber& self = emulator::this_fiber();
-  emulator::InFlight& in_flight = self.block->in_flight;
-  in_flight.store_groups.resize(self.block->threads);
-  const auto is_due = [&](const emulator::TileStore& store) {
-    return store.thread == self.thread &&
-           store.group + groups < in_flight.store_groups[self.thread];
+  const Fiber& self = this_fiber();
+  InFlight& in_flight = self.block->in_flight;
+  const auto is_due = [&](const TileStore& store) {
+    return store.thread == self.thread && store.group + groups < self.block->own().store_group;
   };
-  for (const emulator::TileStore& store : in_flight.stores)
+  for (const TileStore& store : in_flight.stores)
     if (is_due(store)) finish(store);
-  in_flight.stores.erase(std::remove_if(in_flight.stores.begin(), in_flight.stores.end(), is_due),
-                         in_flight.stores.end());
+  erase_if(in_flight.stores, is_due);
 }
 
 }  // namespace attention::ptx
@@ -267,22 +265,16 @@ namespace attention::emulator {
 std::string left_by(const InFlight& in_flight, unsigned thread, bool is_last) {
   for (const TileStore& store : in_flight.stores) {
     if (store.thread == thread)
-      return std::string("the thread ends while ") + store.site.text().text +
-             (store.group < in_flight.store_groups[thread] ? " reads its tile"
-                                                           : " is not in a group");
+      return "the thread ends while " + to_string(store.copy.site) +
+             (store.group < in_flight.threads[thread].store_group ? " reads its tile"
+                                                                  : " is not in a group");
   }
-  if (thread / kWarpSize < in_flight.products.size()) {
-    const ProductsOfWarp& mine = in_flight.products[thread / kWarpSize];
-    if (!mine.products.empty())
-      return std::string("the thread ends before ") + mine.products[0].site.text().text +
-             " is complete";
-  }
+  const ProductsOfWarp& mine = in_flight.products[thread / kWarpSize];
+  if (!mine.products.empty())
+    return "the thread ends before " + to_string(mine.products[0].site) + " is complete";
   if (is_last && !in_flight.copies.empty())
-    return std::string("the block ends before ") + in_flight.copies[0].site.text().text +
-           " is complete";
+    return "the block ends before " + to_string(in_flight.copies[0].site) + " is complete";
   return "";
 }
 
 }  // namespace attention::emulator
-
-#pragma GCC visibility pop

@@ -7,17 +7,6 @@
 
 #pragma GCC visibility push(hidden)
 
-struct uint3 {
-  unsigned x, y, z;
-};
-
-struct dim3 {
-  unsigned x, y, z;
-  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
-  constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
-  constexpr operator uint3() const { return {x, y, z}; }
-};
-
 // clang-format off
 #define ATTENTION_EMULATOR_ERRORS(X)                                                    \
   X(cudaSuccess, 0, "no error")                                                         \
@@ -52,9 +41,11 @@ enum cudaError_t {
 #define ATTENTION_EMULATOR_VECTORS(name, type)                                           \
   struct name##1 { type x; };                                                            \
   struct alignas(2 * sizeof(type)) name##2 { type x, y; };                               \
+  struct name##3 { type x, y, z; };                                                      \
   struct alignas(sizeof(type) < 4 ? 4 * sizeof(type) : 16) name##4 { type x, y, z, w; }; \
   constexpr name##1 make_##name##1(type x) { return {x}; }                               \
   constexpr name##2 make_##name##2(type x, type y) { return {x, y}; }                    \
+  constexpr name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }         \
   constexpr name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 
 ATTENTION_EMULATOR_VECTORS(char, signed char)
@@ -68,15 +59,12 @@ ATTENTION_EMULATOR_VECTORS(ulonglong, unsigned long long)
 ATTENTION_EMULATOR_VECTORS(float, float)
 ATTENTION_EMULATOR_VECTORS(double, double)
 
-struct int3 {
-  int x, y, z;
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+  constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
+  constexpr operator uint3() const { return {x, y, z}; }
 };
-struct float3 {
-  float x, y, z;
-};
-constexpr int3 make_int3(int x, int y, int z) { return {x, y, z}; }
-constexpr uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
-constexpr float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 
 namespace attention::emulator {
 
@@ -103,21 +91,11 @@ auto word_of() {
 template <size_t kBytes>
 using Word = decltype(word_of<kBytes>());
 
-// The text of a message. Not a std::string: parsing <string> takes g++ as long as most kernels.
-struct Words {
-  char text[256];
-
-  Words operator+(const char* more) const;
-  operator const char*() const { return text; }
-};
-
 // A line of a kernel's source at which a thread waits or fails.
 struct Site {
   const char* name;
   const char* file;
   int line;
-
-  Words text() const;  // "__syncthreads() at v07.cu:31"
 };
 
 // The caller's source line, as default arguments of the called function.

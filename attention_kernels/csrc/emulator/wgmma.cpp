@@ -1,85 +1,57 @@
 // Products of a warpgroup: see wgmma.h. Each warp computes its 16 rows.
 
-#include "wgmma.h"
-
-#include <algorithm>
-#include <string>
-
-#include "report.h"
-
-#pragma GCC visibility push(hidden)
-
 namespace attention::ptx {
-
-using emulator::kWarpSize;
 
 constexpr uint32_t kPoisonSum = 0x7fa5e1f5;  // a signaling NaN: no computation leaves it as it is
 constexpr unsigned kDepth = 16;
 constexpr unsigned kRows = 16;  // of a warp
 
-[[noreturn]] inline void product_failure(const emulator::Site& site, const std::string& what,
-                                         cudaError_t code = cudaErrorLaunchFailure) {
-  emulator::fail(code, (site.text().text + (": " + what)).c_str());
+inline ProductsOfWarp& products_of_warp() {
+  const Fiber& self = this_fiber();
+  return self.block->in_flight.products[self.thread / kWarpSize];
 }
 
-inline emulator::ProductsOfWarp& products_of_warp() {
-  const emulator::Fiber& self = emulator::this_fiber();
-  auto& all = self.block->in_flight.products;
-  if (all.empty()) all.resize(self.block->warp_count);
-  return all[self.thread / kWarpSize];
+uint64_t matrix_descriptor(const void* tile, unsigned next_columns, const char* file, int line) {
+  constexpr uint64_t kEightRows = 1024, kSwizzle128 = 1;
+  check_shared(tile, "the tile", {"matrix_descriptor", file, line});
+  return this_fiber().block->shared.address_of(tile) >> 4 | uint64_t{next_columns >> 4} << 16 |
+         kEightRows >> 4 << 32 | kSwizzle128 << 62;
 }
 
-unsigned shared_address(const void* pointer, const emulator::Site& site) {
-  const emulator::Block& block = *emulator::this_fiber().block;
-  if (!block.shared.has(pointer))
-    product_failure(site, "the tile is not in shared memory", cudaErrorIllegalAddress);
-  return block.shared.address_of(pointer);
-}
-
-void check_visible(const unsigned char* bytes, size_t count, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
+void check_visible(const unsigned char* bytes, size_t count, const Site& site) {
+  const Block& block = *this_fiber().block;
   const int writer = block.races == nullptr ? -1 : block.races->unfenced_writer(bytes, count);
-  if (writer >= 0 ||
-      !block.in_flight.view.has_seen(block.shared, block.launch->poison, bytes, count))
-    product_failure(site, "threads have written " +
-                              emulator::describe(block.shared, reinterpret_cast<uintptr_t>(bytes)) +
-                              " or near it, without a proxy_fence() after it");
+  if (writer >= 0 || !is_shown(bytes, count))
+    fail(site, "threads have written " +
+                   describe(block.shared, reinterpret_cast<uintptr_t>(bytes)) +
+                   " or near it, without a proxy_fence() after it");
 }
 
 // ---- Registers ----------------------------------------------------------------------------------
 
-void note_fence(const Registers* registers, int count) {
-  const emulator::Fiber& self = emulator::this_fiber();
-  auto& all = self.block->in_flight.fenced;
-  if (all.empty()) all.resize(self.block->threads);
-  auto& mine = all[self.thread];
-  for (int i = 0; i < count; ++i) {
-    const auto is_same = [&](const emulator::FencedRegisters& fenced) {
-      return fenced.registers == registers[i].first;
-    };
-    mine.erase(std::remove_if(mine.begin(), mine.end(), is_same), mine.end());
-    const auto* const bytes = static_cast<const unsigned char*>(registers[i].first);
-    mine.push_back({bytes, {bytes, bytes + registers[i].bytes}});
+void multiply_fence(Registers a, Registers b, Registers c, Registers d, const char* file,
+                    int line) {
+  auto& mine = this_fiber().block->own().fenced;
+  for (const Registers& one : {a, b, c, d}) {
+    if (one.bytes == 0) continue;
+    erase_if(mine, [&](const FencedRegisters& fenced) { return fenced.registers == one.first; });
+    const auto* const bytes = static_cast<const unsigned char*>(one.first);
+    mine.push_back({bytes, {bytes, bytes + one.bytes}});
   }
+  meet({}, {"multiply_fence", file, line});
 }
 
 // The registers may be accessed from now on.
 inline void forget_fence(unsigned thread, const float* registers) {
-  auto& all = emulator::this_fiber().block->in_flight.fenced;
-  if (all.empty()) return;
-  auto& fences = all[thread];
-  const auto has = [&](const emulator::FencedRegisters& fenced) {
+  const auto has = [&](const FencedRegisters& fenced) {
     return reinterpret_cast<uintptr_t>(registers) - reinterpret_cast<uintptr_t>(fenced.registers) <
            fenced.content.size();
   };
-  fences.erase(std::remove_if(fences.begin(), fences.end(), has), fences.end());
+  erase_if(this_fiber().block->in_flight.threads[thread].fenced, has);
 }
 
 inline bool is_fenced(const void* registers, size_t bytes) {
-  const emulator::Fiber& self = emulator::this_fiber();
-  const auto& all = self.block->in_flight.fenced;
-  if (all.empty()) return false;
-  for (const emulator::FencedRegisters& fenced : all[self.thread]) {
+  for (const FencedRegisters& fenced : this_fiber().block->own().fenced) {
     const size_t offset = static_cast<const unsigned char*>(registers) -
                           static_cast<const unsigned char*>(fenced.registers);
     if (offset < fenced.content.size() && bytes <= fenced.content.size() - offset &&
@@ -89,15 +61,15 @@ inline bool is_fenced(const void* registers, size_t bytes) {
   return false;
 }
 
-inline emulator::SumsInFlight* sums_in_flight(const float* variable, unsigned lane) {
-  for (emulator::SumsInFlight& sums : products_of_warp().sums)
+inline SumsInFlight* sums_in_flight(const float* variable, unsigned lane) {
+  for (SumsInFlight& sums : products_of_warp().sums)
     if (sums.variables[lane] == variable) return &sums;
   return nullptr;
 }
 
 // Whether no lane has written the sums since they were complete.
 inline bool has_same_values(const ProductCall& call, unsigned lane) {
-  for (const emulator::SumsInFlight& sums : products_of_warp().complete) {
+  for (const SumsInFlight& sums : products_of_warp().complete) {
     if (sums.variables[lane] != call.sums || sums.count != unsigned(call.count)) continue;
     for (unsigned i = 0; i < sums.count; ++i)
       if (std::memcmp(call.each[i], &sums.values[lane * sums.count + i], sizeof(float)) != 0)
@@ -107,28 +79,23 @@ inline bool has_same_values(const ProductCall& call, unsigned lane) {
   return false;
 }
 
-void fence_all() {
-  const emulator::Fiber& self = emulator::this_fiber();
-  self.block->in_flight.lacks_fence.resize(self.block->threads, true);
-  self.block->in_flight.lacks_fence[self.thread] = false;
-}
+void fence_all() { this_fiber().block->own().lacks_fence = false; }
 
-void check_fenced(const ProductCall& call, const emulator::Site& site) {
-  const unsigned lane = emulator::this_fiber().thread % kWarpSize;
+inline void check_fenced(const ProductCall& call, const Site& site) {
+  const unsigned lane = this_fiber().thread % kWarpSize;
   if (call.each != nullptr) {
-    const auto& lacks = emulator::this_fiber().block->in_flight.lacks_fence;
     if (sums_in_flight(call.sums, lane) == nullptr && !has_same_values(call, lane) &&
-        (lacks.empty() || lacks[emulator::this_fiber().thread]))
-      product_failure(site, "the sums have been accessed, and no wgmma.fence was executed since");
+        this_fiber().block->own().lacks_fence)
+      fail(site, "the sums have been accessed, and no wgmma.fence was executed since");
     return;
   }
   const char* const text =
       " have been accessed, and no multiply_fence() that takes them was called since";
   if (sums_in_flight(call.sums, lane) == nullptr &&
       !is_fenced(call.sums, call.count * sizeof(float)))
-    product_failure(site, std::string("the sums") + text);
+    fail(site, std::string("the sums") + text);
   if (call.a_registers != nullptr && !is_fenced(call.a_registers, 4 * sizeof(unsigned)))
-    product_failure(site, std::string("the registers of A") + text);
+    fail(site, std::string("the registers of A") + text);
 }
 
 // ---- Operands -----------------------------------------------------------------------------------
@@ -141,9 +108,8 @@ struct Tile {
   size_t bytes;
 };
 
-inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows,
-                   const emulator::Site& site) {
-  const emulator::SharedMemory& shared = emulator::this_fiber().block->shared;
+inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows, const Site& site) {
+  const SharedMemory& shared = this_fiber().block->shared;
   Tile tile{unsigned(descriptor & 0x3fff) << 4,
             unsigned(descriptor >> 16 & 0x3fff) << 4,
             unsigned(descriptor >> 32 & 0x3fff) << 4,
@@ -153,49 +119,40 @@ inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows,
   if (tile.start < tile.first) {
     tile.first = shared.first_address(true);
     tile.memory = shared.statics;
-    tile.bytes = emulator::Library::instance().storage_bytes;
+    tile.bytes = Library::instance().storage_bytes;
   }
   if (descriptor >> 62 != 1)
-    product_failure(site, "the descriptor does not say that the tile has the 128-byte swizzle");
+    fail(site, "the descriptor does not say that the tile has the 128-byte swizzle");
   if ((descriptor >> 49 & 7) != 0 || tile.start / 128 % 8 != 0)
-    product_failure(site, "the tile does not start at a multiple of 1024 bytes",
-                    cudaErrorMisalignedAddress);
+    fail(site, "the tile does not start at a multiple of 1024 bytes", cudaErrorMisalignedAddress);
   const unsigned chunks = is_transposed ? std::min(rows, 64u) / 8 : 2;
   if (tile.start / 16 % 8 + chunks > 8)
-    product_failure(site, "the operand goes beyond the 128 bytes of a row");
+    fail(site, "the operand goes beyond the 128 bytes of a row");
   return tile;
 }
 
 // Returns the 16 bytes at an offset from a tile's start, as they are swizzled.
-inline const unsigned char* chunk_at(const Tile& tile, unsigned offset,
-                                     const emulator::Site& site) {
+inline const unsigned char* chunk_at(const Tile& tile, unsigned offset, const Site& site) {
   const unsigned address = tile.start + offset;
   const size_t at = size_t{address ^ (address >> 7 & 7) << 4} - tile.first;
   if (at >= tile.bytes || at + 16 > tile.bytes)
-    product_failure(site, "an operand is not in shared memory", cudaErrorIllegalAddress);
+    fail(site, "an operand is not in shared memory", cudaErrorIllegalAddress);
   return tile.memory + at;
 }
 
-// Calls chunk(address, row, k, is_transposed) for each 16 bytes of an operand of `rows` rows x 16:
-// they are elements k to k + 7 of the row, or, transposed, element k of rows `row` to row + 7.
+// Calls chunk(address, row, k, is_transposed) for each 16 bytes of an operand of `rows` rows x 16,
+// whose first row is number `to`: they are elements k to k + 7 of the row, or, transposed, element
+// k of rows `row` to row + 7.
 template <typename Chunk>
 void for_each_chunk(uint64_t descriptor, bool is_transposed, unsigned first_row, unsigned rows,
-                    const emulator::Site& site, Chunk chunk) {
+                    unsigned to, const Site& site, Chunk chunk) {
   const Tile tile = decode(descriptor, is_transposed, first_row + rows, site);
-  if (is_transposed) {
-    for (unsigned k = 0; k < kDepth; ++k) {
-      for (unsigned row = 0; row < rows; row += 8)
-        chunk(chunk_at(tile,
-                       k / 8 * tile.eight_rows + k % 8 * 128 + row / 64 * tile.next_columns +
-                           row % 64 * 2,
-                       site),
-              row, k);
-    }
-  } else {
-    for (unsigned row = 0; row < rows; ++row) {
-      const unsigned at = first_row + row;
-      for (unsigned k = 0; k < kDepth; k += 8)
-        chunk(chunk_at(tile, at / 8 * tile.eight_rows + at % 8 * 128 + k * 2, site), row, k);
+  for (unsigned row = first_row; row < first_row + rows; row += is_transposed ? 8 : 1) {
+    for (unsigned k = 0; k < kDepth; k += is_transposed ? 1 : 8) {
+      const unsigned line = is_transposed ? k : row;
+      const unsigned offset = line / 8 * tile.eight_rows + line % 8 * 128 +
+                              (is_transposed ? row / 64 * tile.next_columns + row % 64 * 2 : k * 2);
+      chunk(chunk_at(tile, offset, site), to + row - first_row, k, is_transposed);
     }
   }
 }
@@ -203,20 +160,14 @@ void for_each_chunk(uint64_t descriptor, bool is_transposed, unsigned first_row,
 // Calls chunk() for both operands of a warp's part of a product; the rows of B, its columns, follow
 // those of A.
 template <typename Chunk>
-void for_each_chunk(const emulator::Product& product, unsigned warp, Chunk chunk) {
-  if (!product.has_a_in_registers)
-    for_each_chunk(
-        product.a, false, warp % 4 * kRows, kRows, product.site,
-        [&](const unsigned char* at, unsigned row, unsigned k) { chunk(at, row, k, false); });
-  for_each_chunk(product.b, product.is_transposed, 0, product.columns, product.site,
-                 [&](const unsigned char* at, unsigned row, unsigned k) {
-                   chunk(at, kRows + row, k, product.is_transposed);
-                 });
+void for_each_chunk(const Product& product, unsigned warp, Chunk chunk) {
+  if (product.a_registers == nullptr)
+    for_each_chunk(product.a, false, warp % 4 * kRows, kRows, 0, product.site, chunk);
+  for_each_chunk(product.b, product.is_transposed, 0, product.columns, kRows, product.site, chunk);
 }
 
 // Reads the operands in shared memory.
-inline void gather(const emulator::Product& product, unsigned warp,
-                   std::vector<uint16_t>& operands) {
+inline void gather(const Product& product, unsigned warp, std::vector<uint16_t>& operands) {
   for_each_chunk(
       product, warp, [&](const unsigned char* at, unsigned row, unsigned k, bool is_transposed) {
         uint16_t elements[8];
@@ -226,11 +177,11 @@ inline void gather(const emulator::Product& product, unsigned warp,
       });
 }
 
-const emulator::Site* product_that_reads(const void* memory, size_t bytes) {
+const Site* product_that_reads(const void* memory, size_t bytes) {
   const auto first = reinterpret_cast<uintptr_t>(memory);
-  const auto& all = emulator::this_fiber().block->in_flight.products;
+  const auto& all = this_fiber().block->in_flight.products;
   for (unsigned warp = 0; warp < all.size(); ++warp) {
-    for (const emulator::Product& product : all[warp].products) {
+    for (const Product& product : all[warp].products) {
       bool reads = false;
       for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
         reads |= reinterpret_cast<uintptr_t>(at) - first < bytes;
@@ -241,15 +192,14 @@ const emulator::Site* product_that_reads(const void* memory, size_t bytes) {
   return nullptr;
 }
 
-inline void check_operands(const emulator::Product& product, unsigned warp) {
+inline void check_operands(const Product& product, unsigned warp) {
   receive_messages();
-  const auto& copies = emulator::this_fiber().block->in_flight.copies;
+  const auto& copies = this_fiber().block->in_flight.copies;
   for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
-    for (const emulator::BulkCopy& copy : copies) {
+    for (const BulkCopy& copy : copies) {
       if (reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(copy.to) < copy.bytes)
-        product_failure(product.site, std::string("an operand is still written by ") +
-                                          copy.site.text().text +
-                                          ": no thread has waited for its barrier");
+        fail(product.site, "an operand is still written by " + to_string(copy.site) +
+                               ": no thread has waited for its barrier");
     }
     check_visible(at, 16, product.site);
   });
@@ -257,17 +207,16 @@ inline void check_operands(const emulator::Product& product, unsigned warp) {
 
 // ---- Products -----------------------------------------------------------------------------------
 
-inline bool is_poisoned(const emulator::SumsInFlight& sums) {
+inline bool is_poisoned(const SumsInFlight& sums) {
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     for (unsigned i = 0; i < sums.count; ++i)
-      if (emulator::bit_cast<uint32_t>(sums.variable(lane, i)) != kPoisonSum) return false;
+      if (bit_cast<uint32_t>(sums.variable(lane, i)) != kPoisonSum) return false;
   }
   return true;
 }
 
-inline emulator::SumsInFlight take_sums(const emulator::MatrixCalls& calls, unsigned count,
-                                        const emulator::Site& site) {
-  emulator::SumsInFlight sums{};
+inline SumsInFlight take_sums(const MatrixCalls& calls, unsigned count, const Site& site) {
+  SumsInFlight sums{};
   sums.count = count;
   sums.values.reserve(size_t{count} * kWarpSize);
   sums.site = site;
@@ -277,77 +226,71 @@ inline emulator::SumsInFlight take_sums(const emulator::MatrixCalls& calls, unsi
     if (call.each != nullptr) sums.each.insert(sums.each.end(), call.each, call.each + count);
     for (unsigned i = 0; i < count; ++i) {
       sums.values.push_back(sums.variable(lane, i));
-      sums.variable(lane, i) = emulator::bit_cast<float>(kPoisonSum);
+      sums.variable(lane, i) = bit_cast<float>(kPoisonSum);
     }
   }
   return sums;
 }
 
 // Compares a product with that of the other warps of the warpgroup.
-inline void check_warpgroup(const emulator::Product& product, unsigned warp) {
-  emulator::InFlight& in_flight = emulator::this_fiber().block->in_flight;
-  in_flight.issued.resize(in_flight.products.size() / 4);
+inline void check_warpgroup(const Product& product, unsigned warp) {
+  InFlight& in_flight = this_fiber().block->in_flight;
   auto& issued = in_flight.issued[warp / 4];
   const size_t mine = products_of_warp().begun++;
   if (mine == issued.size()) issued.push_back({product.a, product.b, product.site.line});
   if (issued[mine].a != product.a || issued[mine].b != product.b ||
       issued[mine].line != product.site.line)
-    product_failure(product.site, "the warps of the warpgroup multiply different operands");
+    fail(product.site, "the warps of the warpgroup multiply different operands");
 }
 
-void begin_product(const emulator::MatrixCalls& calls, const emulator::Site& site) {
-  emulator::Block& block = *emulator::this_fiber().block;
-  const unsigned warp = emulator::this_fiber().thread / kWarpSize;
-  if (warp / 4 * 4 + 4 > block.warp_count)
-    product_failure(site, "the warpgroup has fewer than 4 warps");
+inline void begin_product(const MatrixCalls& calls, const Site& site) {
+  Block& block = *this_fiber().block;
+  const unsigned warp = this_fiber().thread / kWarpSize;
+  if (warp / 4 * 4 + 4 > block.warp_count) fail(site, "the warpgroup has fewer than 4 warps");
   const auto& call = *static_cast<const ProductCall*>(calls[0]->fragments[0]);
-  emulator::ProductsOfWarp& mine = products_of_warp();
+  ProductsOfWarp& mine = products_of_warp();
   const unsigned columns = 2 * call.count;
-  emulator::Product product{call.sums,
-                            mine.group,
-                            columns,
-                            call.is_bfloat16,
-                            call.is_transposed,
-                            call.accumulates,
-                            call.a_registers != nullptr,
-                            call.a,
-                            call.b,
-                            std::vector<uint16_t>((kRows + columns) * kDepth),
-                            site,
-                            call.code};
+  Product product{call, mine.group, columns, std::vector<uint16_t>((kRows + columns) * kDepth),
+                  site};
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     const auto& other = *static_cast<const ProductCall*>(calls[lane]->fragments[0]);
     if (other.a != call.a || other.b != call.b || other.accumulates != call.accumulates)
-      product_failure(site, "the lanes' arguments differ");
+      fail(site, "the lanes' arguments differ");
     for (unsigned i = 0; i < 4 && call.a_registers != nullptr; ++i)
       std::memcpy(&product.operands[(lane / 4 + i % 2 * 8) * kDepth + lane % 4 * 2 + i / 2 * 8],
                   &other.a_registers[i], sizeof(unsigned));
   }
   check_warpgroup(product, warp);
   check_operands(product, warp);
-  if (emulator::on_product != nullptr) emulator::on_product(product, warp);
+  if (on_product != nullptr) on_product(product, warp);
   gather(product, warp, product.operands);
-  emulator::SumsInFlight* sums = sums_in_flight(call.sums, 0);
+  SumsInFlight* sums = sums_in_flight(call.sums, 0);
   if (sums == nullptr) {
     mine.sums.push_back(take_sums(calls, call.count, site));
     sums = &mine.sums.back();
   } else if (sums->count != unsigned(call.count)) {
-    product_failure(site, std::string("the sums have another shape than in ") +
-                              sums->site.text().text + ", which is not complete");
+    fail(site, "the sums have another shape than in " + to_string(sums->site) +
+                   ", which is not complete");
   }
   ++sums->products;
   ++block.in_flight.products_left;
   mine.products.push_back(std::move(product));
 }
 
-void end_product_group(const emulator::MatrixCalls&, const emulator::Site&) {
-  ++products_of_warp().group;
+void begin(const ProductCall& call, const Site& site) {
+  check_fenced(call, site);
+  meet({nullptr, 0, 0, {&call}}, site, begin_product);
+}
+
+void multiply_commit(const char* file, int line) {
+  meet({}, {"multiply_commit", file, line},
+       [](const MatrixCalls&, const Site&) { ++products_of_warp().group; });
 }
 
 // Computes sums of the warp's rows.
 template <typename Format>
-void compute(const emulator::Product& product, emulator::SumsInFlight& sums, int least) {
-  const emulator::Subnormals kept(false);
+void compute(const Product& product, SumsInFlight& sums, int least) {
+  const Subnormals kept(false);
   const auto unpack = [&](unsigned row, Operands<kDepth>& to) {
     for (unsigned k = 0; k < kDepth; ++k) {
       to.values[k] = Format::decode(product.operands[row * kDepth + k]);
@@ -366,22 +309,22 @@ void compute(const emulator::Product& product, emulator::SumsInFlight& sums, int
   }
 }
 
-inline void finish(const emulator::Product& product, unsigned warp) {
-  emulator::Block& block = *emulator::this_fiber().block;
+inline void finish(const Product& product, unsigned warp) {
+  Block& block = *this_fiber().block;
   std::vector<uint16_t> now = product.operands;
   gather(product, warp, now);
   if (now != product.operands)
-    product_failure(product.site, "an operand was changed before the product had read it");
+    fail(product.site, "an operand was changed before the product had read it");
   if (block.races != nullptr) {
     for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
-      block.races->access(at, 16, emulator::AccessKind::kFetch, product.code);
+      block.races->access(at, 16, AccessKind::kFetch, product.code);
     });
   }
-  emulator::SumsInFlight& sums = *sums_in_flight(product.sums, 0);
+  SumsInFlight& sums = *sums_in_flight(product.sums, 0);
   if (product.is_bfloat16) {
-    compute<emulator::BFloat16Format>(product, sums, -126);
+    compute<BFloat16Format>(product, sums, -126);
   } else {
-    compute<emulator::HalfFormat>(product, sums, -14);
+    compute<HalfFormat>(product, sums, -14);
   }
   --sums.products;
   --block.in_flight.products_left;
@@ -389,69 +332,59 @@ inline void finish(const emulator::Product& product, unsigned warp) {
 }
 
 inline bool has(const WaitCall& call, const float* variable) {
-  for (int i = 0; i < call.count; ++i) {
-    if (reinterpret_cast<uintptr_t>(variable) - reinterpret_cast<uintptr_t>(call.sums[i].first) <
-        call.sums[i].bytes)
-      return true;
-  }
-  return false;
+  return std::any_of(call.sums, call.sums + 2, [&](const Registers& sums) {
+    return reinterpret_cast<uintptr_t>(variable) - reinterpret_cast<uintptr_t>(sums.first) <
+           sums.bytes;
+  });
 }
 
 // Gives complete sums to the threads' variables.
-inline void give(const emulator::SumsInFlight& sums, const emulator::MatrixCalls& calls,
-                 const emulator::Site& site) {
-  const emulator::Fiber& self = emulator::this_fiber();
-  const std::string product = sums.site.text().text;
+inline void give(const SumsInFlight& sums, const MatrixCalls& calls, const Site& site) {
+  const Fiber& self = this_fiber();
+  const std::string product = to_string(sums.site);
   if (!is_poisoned(sums))
-    product_failure(site, "the sums of " + product + " were written before they were complete");
+    fail(site, "the sums of " + product + " were written before they were complete");
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     const auto& call = *static_cast<const WaitCall*>(calls[lane]->fragments[0]);
-    if (call.count >= 0 && !has(call, sums.variables[lane]))
-      product_failure(site, "the sums of " + product + " are complete, and it does not take them");
+    if (!call.takes_all && !has(call, sums.variables[lane]))
+      fail(site, "the sums of " + product + " are complete, and it does not take them");
     for (unsigned i = 0; i < sums.count; ++i)
       sums.variable(lane, i) = sums.values[lane * sums.count + i];
     forget_fence(self.thread / kWarpSize * kWarpSize + lane, sums.variables[lane]);
   }
 }
 
-void finish_products(const emulator::MatrixCalls& calls, const emulator::Site& site) {
-  const emulator::Fiber& self = emulator::this_fiber();
+inline void finish_products(const MatrixCalls& calls, const Site& site) {
+  const Fiber& self = this_fiber();
   const unsigned warp = self.thread / kWarpSize, first = warp * kWarpSize;
-  emulator::ProductsOfWarp& mine = products_of_warp();
-  const auto is_due = [&](const emulator::Product& product) {
+  ProductsOfWarp& mine = products_of_warp();
+  const auto is_due = [&](const Product& product) {
     return product.group + calls[0]->leading_dimension < mine.group;
   };
-  for (const emulator::Product& product : mine.products)
+  for (const Product& product : mine.products)
     if (is_due(product)) finish(product, warp);
-  mine.products.erase(std::remove_if(mine.products.begin(), mine.products.end(), is_due),
-                      mine.products.end());
-  for (const emulator::SumsInFlight& sums : mine.sums) {
+  erase_if(mine.products, is_due);
+  for (const SumsInFlight& sums : mine.sums) {
     if (sums.products != 0) continue;
     give(sums, calls, site);
     if (sums.each.empty()) continue;
     const auto is_same = [&](const auto& one) { return one.variables[0] == sums.variables[0]; };
-    mine.complete.erase(std::remove_if(mine.complete.begin(), mine.complete.end(), is_same),
-                        mine.complete.end());
+    erase_if(mine.complete, is_same);
     mine.complete.push_back(sums);
     for (unsigned lane = 0; lane < kWarpSize; ++lane)
-      if (!self.block->in_flight.lacks_fence.empty())
-        self.block->in_flight.lacks_fence[first + lane] = true;
+      self.block->in_flight.threads[first + lane].lacks_fence = true;
   }
-  const auto is_complete = [](const emulator::SumsInFlight& sums) { return sums.products == 0; };
-  mine.sums.erase(std::remove_if(mine.sums.begin(), mine.sums.end(), is_complete), mine.sums.end());
+  erase_if(mine.sums, [](const SumsInFlight& sums) { return sums.products == 0; });
   if (self.block->races != nullptr) self.block->races->share(first);
 }
 
-void check_complete(const WaitCall& call, const emulator::Site& site) {
-  const unsigned lane = emulator::this_fiber().thread % kWarpSize;
-  for (const emulator::SumsInFlight& sums : products_of_warp().sums) {
-    if (has(call, sums.variables[lane]))
-      product_failure(site, std::string("the sums of ") + sums.site.text().text +
-                                " are not complete: a product of them is in a later group, or in "
-                                "none");
+void wait(int groups, const WaitCall& call, const Site& site) {
+  meet({nullptr, static_cast<unsigned>(groups), 0, {&call}}, site, finish_products);
+  for (const SumsInFlight& sums : products_of_warp().sums) {
+    if (has(call, sums.variables[this_fiber().thread % kWarpSize]))
+      fail(site, "the sums of " + to_string(sums.site) +
+                     " are not complete: a product of them is in a later group, or in none");
   }
 }
 
 }  // namespace attention::ptx
-
-#pragma GCC visibility pop

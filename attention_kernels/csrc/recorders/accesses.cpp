@@ -306,15 +306,10 @@ struct Recorder {
     const unsigned warp = thread()->thread / kWarpSize;
     const Kind kind = is_store ? Kind::kTmaStore : Kind::kTmaLoad;
     std::vector<Range> rows;
-    if (copy.from != nullptr) {
-      rows.push_back({reinterpret_cast<uintptr_t>(copy.from), copy.bytes});
-    } else {
-      ptx::for_each_row(copy.map, copy.at,
-                        [&](size_t, const unsigned char* row, size_t, size_t bytes) {
-                          if (bytes > 0) rows.push_back({reinterpret_cast<uintptr_t>(row), bytes});
-                        });
-    }
-    const auto* const tensor = copy.from != nullptr ? copy.from : copy.map.tensor;
+    ptx::for_each_row(copy.from, [&](size_t, const unsigned char* row, size_t, size_t bytes) {
+      if (bytes > 0) rows.push_back({reinterpret_cast<uintptr_t>(row), bytes});
+    });
+    const auto* const tensor = copy.from.map.tensor;
     Place& global =
         place_of(code, copy.bytes, false, kind, tensor_of(reinterpret_cast<uintptr_t>(tensor)));
     const uint64_t sectors = global.sectors;
@@ -329,7 +324,7 @@ struct Recorder {
   void product(const Product& product, unsigned warp) {
     thread();
     if (warp % 4 != 0) return;  // counted for the warpgroup
-    const unsigned rows = product.columns + (product.has_a_in_registers ? 0 : 4 * ptx::kRows);
+    const unsigned rows = product.columns + (product.a_registers != nullptr ? 0 : 4 * ptx::kRows);
     Place& place = place_of(product.code, rows * ptx::kDepth * sizeof(uint16_t), true,
                             Kind::kProduct, {0, 0, "dynamic"});
     const uint64_t wavefronts = place.wavefronts;
@@ -455,13 +450,11 @@ void* tensor(const char* name, size_t bytes) {
 
 // The caller's frame, and the address of the call.
 #define HERE __builtin_frame_address(1), reinterpret_cast<uintptr_t>(__builtin_return_address(0))
-#define ON_ACCESS(address, bytes, kind) \
-  attention::recorder.visit(HERE, address, bytes, attention::emulator::AccessKind::kind)
+#define ON_ACCESS(address, bytes, kind) recorder.visit(HERE, address, bytes, AccessKind::kind)
 #define ON_VOLATILE(address, bytes, kind)  // only with --param=tsan-distinguish-volatile
 // Atomic loads and stores are the emulator's own.
-#define ON_ATOMIC(address, bytes, kind, order)                                           \
-  if (attention::emulator::AccessKind::kind == attention::emulator::AccessKind::kAtomic) \
-  ON_ACCESS(address, bytes, kind)
+#define ON_ATOMIC(address, bytes, kind, order) \
+  if (AccessKind::kind == AccessKind::kAtomic) ON_ACCESS(address, bytes, kind)
 #define END_ATOMIC(changed) (void)(changed)
 
 extern "C" {

@@ -18,16 +18,17 @@ namespace attention::ATTENTION_VERSION {
 __global__ void races(float* o, int race) {
   ATTENTION_DYNAMIC_SHARED(float, smem);
   __shared__ __half s_halfs[64];
-  __shared__ int s_count;
+  __shared__ int s_count, s_flag;
   const int thread = threadIdx.x;
   const int lane = thread % 32;
   const int neighbour = thread ^ 1;
   float x = 1.0f;
 
-  // No race: ordered by barriers, within half a warp, by atomics, by waiting for a copy.
+  // No race: ordered by barriers, within half a warp, by atomics, by waiting for a copy,
+  // by a flag that one lane of a warp waits for.
   smem[thread] = 1.0f;
   s_halfs[thread] = __float2half(1.0f);
-  if (thread == 0) s_count = 0;
+  if (thread == 0) s_count = s_flag = 0;
   __syncthreads();
   atomicAdd(&s_count, 1);
   x *= smem[neighbour] * smem[0];
@@ -39,6 +40,20 @@ __global__ void races(float* o, int race) {
   __pipeline_wait_prior(0);
   __syncwarp();
   x += smem[neighbour];
+  __syncthreads();
+  if (thread >= 32) smem[thread] = 1.0f;
+  __syncwarp();
+  if (thread == 32) {
+    __threadfence_block();
+    atomicExch(&s_flag, 1);
+  }
+  if (thread == 0) {
+    while (atomicAdd(&s_flag, 0) == 0) {
+    }
+    __threadfence_block();
+  }
+  __syncwarp();
+  if (thread < 32) x += smem[thread + 32];
   __syncthreads();
 
   if (race == 2) x += smem[neighbour];  // 2

@@ -128,9 +128,10 @@ __device__ void consume(const unsigned char* sQ, const unsigned char* sK, const 
     } else {
       ptx::multiply_wait<0>(rS);
     }
-    if ((fault == 0 || fault == 41) && threadIdx.x % 32 == 0) {
-      early += sK[tile % kStages * kTileBytes];  // a load as well
-      if (fault == 0) ptx::proxy_fence();        // 41
+    if ((fault == 0 || fault >= 41) && threadIdx.x % 32 == 0) {
+      const unsigned char* const byte = sK + tile % kStages * kTileBytes;
+      early += fault == 42 ? *static_cast<const volatile unsigned char*>(byte) : *byte;  // 42
+      if (fault == 0) ptx::proxy_fence();  // 41: after a load, too
     }
     if (fault != 21) arrive(&barriers.k_empty[tile % kStages], fault);
     if (tile > 0 && fault == 23) {

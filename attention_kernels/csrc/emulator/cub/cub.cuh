@@ -12,6 +12,8 @@
 
 namespace cub {
 
+namespace emulator = attention::emulator;
+
 template <typename T>
 T undefined() {
   T value;
@@ -39,13 +41,12 @@ class WarpReduce {
   // valid: how many of the first threads take part.
   template <typename Function>
   T Reduce(T value, Function function, int valid = kThreads, ATTENTION_EMULATOR_SITE) {
-    const int lane = attention::emulator::this_fiber().thread % 32, rank = lane % kThreads;
+    const int lane = emulator::this_fiber().thread % 32, rank = lane % kThreads;
     const unsigned mask = (~0u >> (32 - kThreads)) << (lane - rank);
     for (int delta = 1; delta < kThreads; delta *= 2) {
-      const T other = attention::emulator::shuffle(
-          mask & attention::emulator::this_fiber().block->warp->exists, value, 32,
-          {"WarpReduce", file, line},
-          [&](int self, int) { return rank + delta < kThreads ? self + delta : self; });
+      const T other = emulator::exchange(mask & emulator::this_fiber().block->warp->exists, value,
+                                         rank + delta < kThreads ? lane + delta : lane,
+                                         {"WarpReduce", file, line});
       if (rank + delta < valid) value = function(value, other);
     }
     return rank == 0 ? value : undefined<T>();
@@ -74,11 +75,11 @@ class BlockReduce {
 
   template <typename Function>
   T Reduce(T value, Function function, int valid = kThreads, ATTENTION_EMULATOR_SITE) {
-    const int thread = static_cast<int>(attention::emulator::this_fiber().thread);
+    const int thread = static_cast<int>(emulator::this_fiber().thread);
     typename WarpReduce<T>::TempStorage none;
     value = WarpReduce<T>(none).Reduce(value, function, valid - thread / 32 * 32, file, line);
     if (thread % 32 == 0) storage.of_warp[thread / 32] = value;
-    attention::emulator::wait_for_block(false, "BlockReduce", file, line);
+    emulator::wait_for_block(false, "BlockReduce", file, line);
     if (thread != 0) return undefined<T>();
     for (int warp = 1; warp * 32 < valid; ++warp) value = function(value, storage.of_warp[warp]);
     return value;
