@@ -5,7 +5,6 @@
 #include <math.h>  // the overloads for float, such as abs(), in the global namespace
 #include <stdlib.h>
 
-#define __noinline__ __attribute__((noinline))
 #define __builtin_align__(bytes) __attribute__((aligned(bytes)))
 #define __builtin_assume(condition) static_cast<void>(0)
 
