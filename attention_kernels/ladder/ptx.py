@@ -24,7 +24,8 @@ ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*
 # What needs a translation, or only inline_ptx.h, besides asm.
 FOREIGN = re.compile(
     rb"\bextern\s+(?:(?:__align__|alignas)\s*\(\w+\)\s*)?__shared__\b|__shared__\s+alignas\b"
-    rb"|\bstatic\s+__shared__\b|<<<|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
+    rb"|\bstatic\s+__shared__\b|\b__noinline__\b|<<<"
+    rb"|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
 )
 ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
 # `static __shared__` is valid, too. Arrays are aligned, as kernels of other people rely on.
@@ -38,6 +39,8 @@ LAUNCH = re.compile(r"<<<((?:(?!<<<).)*?)>>>(?=\s*\()", re.S)
 KERNEL = re.compile(
     r"(?<![\w:])((?:\w+::)*([A-Za-z_]\w*)(\s*<[^;{}()<>]*(?:<[^;{}()<>]*>[^;{}()<>]*)*>)?)\s*$"
 )
+# No macro: the headers of the system have it inside __attribute__.
+NOINLINE = re.compile(r"__noinline__\b(?<![\w(]__noinline__)")
 # Ours names the line and the thread.
 PRINTF = re.compile(r"printf(?<![\w:.>]printf)(?=\s*\()")
 _VOID = r"(?:const\s+)?void\s*(?:const\s*)?\*\s*"
@@ -161,6 +164,7 @@ def translate(text: str, own: Path) -> str:
         end = close
     text = DYNAMIC.sub(_pointer, "".join([*parts, text[end:]]))
     text = STATIC.sub(_static, ALIGNED.sub(r"\1 static thread_local", text))
+    text = NOINLINE.sub("__attribute__((noinline))", text)
     text = UNTYPED.sub(r"\1", text)
     text = MEMBER.sub(r"\1\2_", text)
     if re.search(rf"{NAMESAKE.pattern}\s*[(<]", text):
