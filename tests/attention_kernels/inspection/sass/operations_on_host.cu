@@ -5,26 +5,7 @@
 #include <cstdlib>
 
 #include "common.cuh"
-
-// The intrinsics that kernels of this repository do not use.
-inline unsigned __umulhi(unsigned a, unsigned b) {
-  return static_cast<unsigned long long>(a) * b >> 32;
-}
-inline int __mulhi(int a, int b) { return static_cast<int>(static_cast<long long>(a) * b >> 32); }
-inline unsigned long long pair(unsigned low, unsigned high) {
-  return static_cast<unsigned long long>(high) << 32 | low;
-}
-inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
-  return pair(low, high) << (by & 31) >> 32;
-}
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
-  return pair(low, high) >> (by & 31);
-}
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= (pair(a, b) >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
-  return result;
-}
+#include "emulator/inline_ptx.h"  // __byte_perm() and others
 
 #include "operations.cu"
 
