@@ -28,13 +28,6 @@ class lanes {
     return kSize != 0 ? (emulator::this_fiber().block->threads + kSize - 1) / kSize : 1;
   }
   void sync(ATTENTION_EMULATOR_SITE) const { __syncwarp(mask, file, line); }
-  template <typename T>
-  unsigned match_any(T value, ATTENTION_EMULATOR_SITE) const {
-    unsigned same = 0;
-    for (unsigned rank = 0; rank < size(); ++rank)
-      same |= unsigned{from(value, rank, {"match_any", file, line}) == value} << rank;
-    return same;
-  }
   unsigned ballot(int predicate, ATTENTION_EMULATOR_SITE) const {
     return compact(__ballot_sync(mask, predicate, file, line));
   }

@@ -160,13 +160,6 @@ ATTENTION_EMULATOR_BINARY(max, Float16<Format>(std::fmax(float(a), float(b))))
 ATTENTION_EMULATOR_BINARY(min, Float16<Format>(std::fmin(float(a), float(b))))
 #undef ATTENTION_EMULATOR_BINARY
 #define __h2div __hdiv2
-// Operations that are not fused with others; here none are.
-#define __hadd_rn __hadd
-#define __hsub_rn __hsub
-#define __hmul_rn __hmul
-#define __hadd2_rn __hadd2
-#define __hsub2_rn __hsub2
-#define __hmul2_rn __hmul2
 
 template <typename Format>
 auto __hfma(Float16<Format> a, Float16<Format> b, Float16<Format> c) {
@@ -199,8 +192,6 @@ ATTENTION_EMULATOR_UNARIES(hrcp, h2rcp, 1 / x)
 ATTENTION_EMULATOR_UNARIES(hsqrt, h2sqrt, std::sqrt(x))
 ATTENTION_EMULATOR_UNARIES(hrsqrt, h2rsqrt, 1 / std::sqrt(x))
 ATTENTION_EMULATOR_UNARIES(htanh, h2tanh, std::tanh(x))
-ATTENTION_EMULATOR_UNARIES(hfloor, h2floor, std::floor(x))
-ATTENTION_EMULATOR_UNARIES(hrint, h2rint, std::nearbyint(x))
 #undef ATTENTION_EMULATOR_UNARIES
 #undef ATTENTION_EMULATOR_UNARY
 
@@ -221,10 +212,6 @@ ATTENTION_EMULATOR_COMPARISON(le, a <= b)
 ATTENTION_EMULATOR_COMPARISON(gt, a > b)
 ATTENTION_EMULATOR_COMPARISON(ge, a >= b)
 #undef ATTENTION_EMULATOR_COMPARISON
-template <typename Format>
-int __hisinf(Float16<Format> v) {
-  return std::isinf(float(v)) ? (v < 0 ? -1 : 1) : 0;
-}
 template <typename Format>
 bool __hisnan(Float16<Format> v) {
   return std::isnan(float(v));

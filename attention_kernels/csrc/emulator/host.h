@@ -192,17 +192,6 @@ cudaError_t cudaMemcpyToSymbol(T& symbol, const void* from, size_t bytes, size_t
   return cudaMemcpy(reinterpret_cast<unsigned char*>(&symbol) + offset, from, bytes, kind);
 }
 
-template <typename T>
-cudaError_t cudaMemcpyToSymbolAsync(T& symbol, const void* from, size_t bytes, size_t offset,
-                                    cudaMemcpyKind kind, cudaStream_t = nullptr) {
-  return cudaMemcpyToSymbol(symbol, from, bytes, offset, kind);
-}
-template <typename Pointer, typename T>
-cudaError_t cudaGetSymbolAddress(Pointer* found, T& symbol) {
-  *found = static_cast<Pointer>(&symbol);
-  return cudaSuccess;
-}
-
 // ---- The device ---------------------------------------------------------------------------------
 
 struct cudaDeviceProp {

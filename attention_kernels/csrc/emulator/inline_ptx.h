@@ -500,17 +500,6 @@ void mma_int8(int (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line}, multiply);
 }
 
-// Transposes a matrix of 8 x 8, of which a lane has two neighbours in a row.
-inline uint32_t transposed(uint32_t pair, const emulator::Site& site) {
-  const unsigned lane = self().thread % 32, row = lane / 4, column = lane % 4 * 2;
-  uint32_t both = 0;
-  for (unsigned i = 0; i < 2; ++i) {
-    const uint32_t theirs = exchange(~0u, pair, (column + i) * 4 + row / 2, site);
-    both |= (theirs >> row % 2 * 16 & 0xffff) << i * 16;
-  }
-  return both;
-}
-
 // ---- Barriers and copies ------------------------------------------------------------------------
 
 inline void wait_for_copies() {

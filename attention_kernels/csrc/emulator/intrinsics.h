@@ -8,34 +8,17 @@
 #define __builtin_align__(bytes) __attribute__((aligned(bytes)))
 #define __builtin_assume(condition) static_cast<void>(0)
 
-inline unsigned umax(unsigned a, unsigned b) { return max(a, b); }
-inline unsigned umin(unsigned a, unsigned b) { return min(a, b); }
-inline void __sincosf(float x, float* s, float* c) { *s = std::sin(x), *c = std::cos(x); }
 inline int __float2int_rd(float x) { return static_cast<int>(std::floor(x)); }
 inline int __float2int_ru(float x) { return static_cast<int>(std::ceil(x)); }
 inline unsigned __float2uint_rn(float x) { return static_cast<unsigned>(std::nearbyint(x)); }
 inline unsigned __float2uint_rz(float x) { return static_cast<unsigned>(x); }
 inline float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
 inline float __double2float_rn(double x) { return static_cast<float>(x); }
-inline int __mulhi(int a, int b) { return static_cast<int>(int64_t{a} * b >> 32); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t{a} * b >> 32; }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline int __clzll(long long x) { return x == 0 ? 64 : __builtin_clzll(x); }
-// The sum of c and the products of signed bytes.
-inline int __dp4a(int a, int b, int c) {
-  for (int i = 0; i < 32; i += 8) c += int8_t(a >> i) * int8_t(b >> i);
-  return c;
-}
 inline unsigned __isShared(const void* at) {
   return attention::emulator::this_fiber().block->shared.has(at);
 }
 inline unsigned __isGlobal(const void* at) { return !__isShared(at); }
-
-template <typename T>
-ATTENTION_EMULATOR_INLINE unsigned __match_all_sync(unsigned mask, T value, int* all,
-                                                    ATTENTION_EMULATOR_SITE) {
-  const int first = __builtin_ctz(mask);
-  *all = __all_sync(mask, __shfl_sync(mask, value, first, 32, file, line) == value, file, line);
-  return *all ? mask : 0;
-}
