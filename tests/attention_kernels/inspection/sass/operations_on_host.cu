@@ -6,7 +6,6 @@
 
 #include "common.cuh"
 #include "emulator/inline_ptx.h"  // __byte_perm() and others
-
 #include "operations.cu"
 
 // common.cuh asks for what each version has.
