@@ -137,7 +137,9 @@ class VersionHeader:
         try:
             tree = ast.parse(text, mode="eval")
             # The file is a stranger's, and this process may be the judge's.
-            if all(isinstance(node, _FORMULA) for node in ast.walk(tree)):
+            nodes = [*ast.walk(tree)]
+            numbers = {type(node.value) for node in nodes if isinstance(node, ast.Constant)}
+            if numbers <= {int, float} and all(isinstance(node, _FORMULA) for node in nodes):
                 return bool(eval(compile(tree, "Only", "eval"), {"__builtins__": {}}, names))
         except (SyntaxError, NameError, ArithmeticError, ValueError):
             pass
