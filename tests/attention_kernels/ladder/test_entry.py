@@ -19,7 +19,7 @@ from attention_kernels.ladder.op import load_op
 from tests.attention_kernels.inspection.test_resources import needs_nvcc
 from tests.conftest import ROOT, needs_compiler
 
-THEIRS = ROOT / "tests" / "attention_kernels" / "theirs"
+STRANGERS = ROOT / "tests" / "attention_kernels" / "strangers"
 BHND = "attn<D><<<dim3(N, B * H), 32>>>(q, k, v, o, N, scale) | Tensors: BHND"
 ENTRIES = {
     "bhnd": f"{BHND} | Takes: float32, head_dim 32 64",
@@ -28,21 +28,22 @@ ENTRIES = {
         | Tensors: BHND | Only: !causal | Takes: float32, head_dim 32 64""",
     "packed": """packed::forward(o, qkv, B, N, H, D, scale, causal, stream)
         | Tensors: BN3HD | Takes: float32 bfloat16, head_dim 32 64""",
-    "varlen": """run_varlen<D>(q, k, v, o_float, floats(B * N * H), cu_seqlens, B, N, H, scale,
-        stream) | Takes: float16, head_dim 64""",
-    "extension": """forward(q, k, v, scale) | Tensors: BHND | Only: !causal && N < 300
+    "varlen_struct": """run_varlen<D>(q, k, v, o_float, floats(B * N * H), cu_seqlens, B, N, H,
+        scale, stream) | Takes: float16, head_dim 64""",
+    "extension_accessor": """forward(q, k, v, scale) | Tensors: BHND | Only: !causal && N < 300
         | Takes: float16, head_dim 64""",
 }
-EVERY = [pytest.param(x, marks=pytest.mark.slow) if x == "extension" else x for x in ENTRIES]
+# torch's headers take the compiler a minute.
+EVERY = [pytest.param(x, marks=[pytest.mark.slow] * ("extension" in x)) for x in ENTRIES]
 pytestmark = needs_compiler
 
 
 @pytest.fixture
 def adapted(tmp_path):
-    """adapted(name, text): the path of an adapter of a file in THEIRS, or of another one."""
+    """adapted(name, text): the path of an adapter of a file in STRANGERS, or of another one."""
 
     def adapted(name, text=None):
-        file = name if isinstance(name, type(tmp_path)) else THEIRS / f"{name}.cu"
+        file = name if isinstance(name, type(tmp_path)) else STRANGERS / f"{name}.cu"
         return str(entry.adapter(file, text or ENTRIES[file.stem], tmp_path))
 
     return adapted
@@ -83,7 +84,7 @@ def test_the_judge_passes_it(name, adapted):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "extension"])
+@pytest.mark.parametrize("name", [x for x in ENTRIES if "extension" not in x])
 def test_nvcc_compiles_it(name, adapted):
     version = ladder.resolve(adapted(name)).version
     case = (1, 64, 1, int("!causal" not in version.only))
@@ -124,12 +125,12 @@ def test_a_wrong_name_is_an_error_of_the_adapters_line(adapted, tmp_path):
     with pytest.raises(UnavailableBackendError, match=r"/bhnd\.cu:2:\d+: error: 'attm'"):
         error_of(spec, "float32", 64, 5, is_causal=True)
     with pytest.raises(UnavailableBackendError, match=r"bhnd\.cu is no version file.* --entry"):
-        error_of(ladder.resolve(str(THEIRS / "bhnd.cu")), "float32", 64, 5, is_causal=True)
+        error_of(ladder.resolve(str(STRANGERS / "bhnd.cu")), "float32", 64, 5, is_causal=True)
 
 
 def test_a_race_is_reported_although_host_code_exits(tmp_path, adapted):
     file = tmp_path / "racy.cu"
-    text = (THEIRS / "early_flash.cu").read_text()
+    text = (STRANGERS / "early_flash.cu").read_text()
     file.write_text(text.replace("    __syncthreads();\n", "", 1))
     path = adapted(file, ENTRIES["early_flash"])
     op = load_op(header.race_checked(header.of_file(Path(path))), "cpu", "racy")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.attention_kernels.inspection.test_resources import needs_nvcc
-from tests.attention_kernels.ladder.test_entry import ENTRIES, THEIRS
+from tests.attention_kernels.ladder.test_entry import ENTRIES, STRANGERS
 from tests.gpt2_infer.cli.program import DEMO, run
 
-FILE = str(THEIRS / "bhnd.cu")
+FILE = str(STRANGERS / "bhnd.cu")
 ENTRY = ["--entry", ENTRIES["bhnd"]]
-NO_MASK = str(THEIRS / "early_flash.cu"), "--entry", ENTRIES["early_flash"]
+NO_MASK = str(STRANGERS / "early_flash.cu"), "--entry", ENTRIES["early_flash"]
 
 
 @pytest.mark.slow
