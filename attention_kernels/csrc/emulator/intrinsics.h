@@ -14,6 +14,7 @@ inline unsigned __float2uint_rn(float x) { return static_cast<unsigned>(std::nea
 inline unsigned __float2uint_rz(float x) { return static_cast<unsigned>(x); }
 inline float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
 inline float __double2float_rn(double x) { return static_cast<float>(x); }
+inline int __mulhi(int a, int b) { return static_cast<int>(int64_t{a} * b >> 32); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t{a} * b >> 32; }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
