@@ -10,10 +10,12 @@
 #define launch_kernel emulated_launch_kernel
 #define launch_early emulated_launch_early
 #define launch_at_once emulated_launch_at_once
+#define launch_any emulated_launch_any
 #include "common.cuh"
 #undef launch_kernel
 #undef launch_early
 #undef launch_at_once
+#undef launch_any
 
 #include <cxxabi.h>
 #include <dlfcn.h>
@@ -66,6 +68,12 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t launch_at_once(void (*kernel)(Parameters...), dim3 grid, int, dim3 block,
                            size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
   return launch_kernel(kernel, grid, block, smem_bytes, stream, arguments...);
+}
+
+template <typename Kernel, typename... Arguments>
+cudaError_t launch_any(bool, bool, Kernel* kernel, dim3 grid, int, dim3 block, size_t smem_bytes,
+                       Arguments... arguments) {
+  return launch_kernel(kernel, grid, block, smem_bytes, nullptr, arguments...);
 }
 
 }  // namespace attention

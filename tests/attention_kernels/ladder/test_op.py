@@ -52,8 +52,8 @@ def test_a_new_file_is_a_new_backend_and_a_broken_one_breaks_nothing_else(tmp_pa
     assert run_case(specs["MINE_2"], Case(33, 64), "cpu").passed
     q = torch.zeros(1, 1, 1, 32)
     for number, complaint in {
-        90: "v90_no_header.cu does not define version() as csrc/attention.h declares it: a version "
-        "file includes common.cuh",
+        90: "v90_no_header.cu is no version file, which includes common.cuh and defines launch(): "
+        "say what to call, as in --entry",
         91: "v91_no_code.cu:13:1: error: ",
         92: "several files have the number 92: v92_one.cu, v92_two.cu",
     }.items():
