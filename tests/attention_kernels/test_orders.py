@@ -68,7 +68,8 @@ ENDLESS = {
     52: "for ever: all 128 running blocks wait, and the other 72 of the grid cannot start",
     53: "200 blocks do not run at once on a device of 8 multiprocessors",
 }
-ORDERS = ["", "reverse", "shuffle:1", "shuffle:2", "shuffle:3"]
+MORE = ("reverse", "shuffle:2", "shuffle:3")
+ORDERS = ["", "shuffle:1", *(pytest.param(order, marks=pytest.mark.slow) for order in MORE)]
 
 pytestmark = needs_compiler
 

@@ -67,9 +67,11 @@ def test_a_product_is_right_in_every_mode(products, tile):
         check(products, Plan(tile, blocks), 2 * size.block_m + 6, 2 * size.block_n, 256)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("race_checked")
-@pytest.mark.parametrize(("products", "tile"), EVERY_TILE)
+@pytest.mark.parametrize(
+    ("products", "tile"),  # most where there are more cores
+    [pytest.param(*x, marks=pytest.mark.gpu if x[1] else pytest.mark.slow) for x in EVERY_TILE],
+)
 def test_nothing_races(products, tile):
     test_a_product_is_right_in_every_mode(products, tile)
 

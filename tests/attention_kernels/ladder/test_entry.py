@@ -73,8 +73,13 @@ def test_a_call_of_any_signature_is_right(name, adapted):
         assert caught.value.reasons == [refusal]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize(
+    "name",  # the others where there are more cores
+    [
+        pytest.param(x, marks=pytest.mark.slow if x == "early_flash" else pytest.mark.gpu)
+        for x in ENTRIES
+    ],
+)
 def test_the_judge_passes_it(name, adapted):
     """It tries only what an entry takes, and says so."""
     report = suite.verify(adapted(name), "cpu", quick=True, seed=1)

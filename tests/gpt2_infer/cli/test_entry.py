@@ -24,6 +24,7 @@ def test_verify_takes_an_entry(capsys):
     assert "refused" not in out
 
 
+@pytest.mark.slow
 def test_accesses_are_of_the_lines_of_the_strangers_file(capsys):
     status, out, _ = run(capsys, "accesses", FILE, *ENTRY, "--seqlen", "8")
     assert (status, out.splitlines()[0]) == (0, "bhnd.cu, emulated: N=8 B=1 H=1 head_dim=64 causal")
