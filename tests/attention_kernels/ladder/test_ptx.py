@@ -693,20 +693,16 @@ def bits(spec, dtype, head_dim):
     return outputs
 
 
-# Races in a few of them; a machine with a GPU has more cores for the rest. torch's headers take the
-# compiler a minute.
-RACE_CHECKED = "groups_fp32", "split_k", "varlen.entry", "wgmma_tma"
+# Races in a few of them; a machine with a GPU has more cores for the rest.
+FEW = "groups_fp32", "split_k", "varlen.entry", "wgmma_tma"
 SLOW, ON_A_GPU = [pytest.mark.slow], [pytest.mark.gpu]
 
 
 @pytest.mark.parametrize(
     ("file", "races"),
     [
-        *(pytest.param(one, False, marks=SLOW * ("extension" in one)) for one in VERSIONS),
-        *(
-            pytest.param(one, True, marks=SLOW if one in RACE_CHECKED else ON_A_GPU)
-            for one in VERSIONS
-        ),
+        *(pytest.param(one, False, marks=SLOW * (one not in FEW)) for one in VERSIONS),
+        *(pytest.param(one, True, marks=SLOW if one in FEW else ON_A_GPU) for one in VERSIONS),
     ],
 )
 def test_a_strangers_kernel_is_right(file, races):
