@@ -32,7 +32,7 @@ def accesses(
 
     Args:
         name: backend name or version file, *.cu
-        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+        entry: how to call a file that is not a version file, in C++: 'attn(q, k, v, o, B, N, H, D,
             scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         seqlen: sequence length in tokens
         head_dim: head dimension (default: 64, or the first supported)

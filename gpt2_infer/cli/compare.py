@@ -55,7 +55,7 @@ def compare(
         out: JSON file to write; never overwritten
         name: task name in the results (default: --task's)
         backends: backend names or version files, *.cu
-        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+        entry: how to call a file that is not a version file, in C++: 'attn(q, k, v, o, B, N, H, D,
             scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         families: families, from `gpt2-infer backends`
         baseline: backend that ratios refer to (default: NAIVE_PYTORCH)

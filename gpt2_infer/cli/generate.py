@@ -53,7 +53,7 @@ def generate(
         backend: attention backend; see `gpt2-infer backends` (default: on cuda CUSTOM_CUDA if
             it is available and takes the model, else PYTORCH_SDPA_EFFICIENT_ATTENTION;
             PYTORCH_SDPA_FLASH_ATTENTION on cpu)
-        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+        entry: how to call a file that is not a version file, in C++: 'attn(q, k, v, o, B, N, H, D,
             scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         decode_backend: attention backend for decoding with --kv-cache (default: the given
             --backend if it has a decode kernel, else DECODE_SPLIT_KV_VERSION_1 on cuda, or

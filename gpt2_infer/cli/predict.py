@@ -92,7 +92,7 @@ def predict(
 
     Args:
         name: backend name or version file, *.cu
-        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+        entry: how to call a file that is not a version file, in C++: 'attn(q, k, v, o, B, N, H, D,
             scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         gpu: GPU: h200, h100, a100, t4 or rtx4090
         seqlens: sequence lengths in tokens

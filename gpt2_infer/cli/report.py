@@ -52,7 +52,7 @@ def report(
 
     Args:
         names: backend names or version files, *.cu; they are verified and predicted, too
-        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+        entry: how to call a file that is not a version file, in C++: 'attn(q, k, v, o, B, N, H, D,
             scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         family: ladder whose versions are added
         out: HTML file

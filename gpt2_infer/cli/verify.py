@@ -52,7 +52,7 @@ def verify(
 
     Args:
         name: backend name or version file, *.cu
-        entry: how to call a file that is no version file, in C++: 'attn(q, k, v, o, B, N, H, D,
+        entry: how to call a file that is not a version file, in C++: 'attn(q, k, v, o, B, N, H, D,
             scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
         device: cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else
             cpu)

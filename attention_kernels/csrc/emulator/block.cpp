@@ -147,7 +147,7 @@ void note_poll(const void* word, uint64_t value, const Site& site, const void* c
     std::copy_backward(mine, last, last + 1);
     *mine = {word, value};
     if (found != mine + kPolls || !is_full) return;
-    // Others run, as the thread may repeat all of so many words.
+    // Let others run: a thread that has read so many words may be repeating all of them.
   }
   block.in_flight.idle = 0;
   switch_to(block.yield());

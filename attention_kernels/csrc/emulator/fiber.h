@@ -190,7 +190,7 @@ __attribute__((always_inline)) inline void switch_context(Context& from, Context
 #endif
 }
 
-// The calling fiber waits until it is switched to, unless it goes on.
+// Switches to a fiber, unless it is the calling one; returns when that is switched to again.
 __attribute__((always_inline)) inline void switch_to(Fiber* to) {
   Fiber& self = this_fiber();
   if (to != &self) switch_context(self, *to);

@@ -64,7 +64,7 @@ struct Flag {
   Knowledge unfenced;  // the same if every access to it were a fence
 };
 
-// Of so many flags it is known whether a fence is missing.
+// For this many flags the message can say whether a fence is missing.
 constexpr size_t kExplained = 256;
 
 constexpr uintptr_t kPageBytes = 4096;
@@ -108,7 +108,7 @@ struct GlobalMemory {
     }
   }
 
-  // Returns the page of an address, or null: it is full, or `adds` is false and there is none.
+  // Returns the page of an address. Null if there is none and `adds` is false, or no room for one.
   Page* find(uintptr_t address, bool adds) {
     const uintptr_t number = address / kPageBytes;
     if (Page& page = slot_of(number); page.number == number) return &page;
