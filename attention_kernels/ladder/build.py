@@ -106,9 +106,10 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
         with _binding_lock:  # other threads need the same one
             binding = _object(f"binding-{target}", sources[1], csrc, shared, *more)
         kernel = library.with_suffix(".o")
-        source = [str(entry.written(version, library.parent))]
         if target == "emulator":
             source = source_flags(version, command, library.parent)
+        else:
+            source = [str(entry.written(version, library.parent))]
         _compile([*command, "-c", *source], kernel)
         # Of an inline function in both files the first is used. It has to be the binding's: a
         # version that looks for races would have the emulator report its own accesses as the

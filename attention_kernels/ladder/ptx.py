@@ -136,22 +136,21 @@ def translate(text: str, own: Path) -> str:
 
     A pointer replaces `extern __shared__ T name[]` in a function, and a call replaces
     `kernel<<<...>>>(...)`: see host.h. The headers in the folder `own` and the system's may contain
-    the CPU's assembly, which is kept. Raises BuildError for what is
-    not in ptx.txt, with file and line.
+    the CPU's assembly, which is kept. Raises BuildError for what is not in ptx.txt, with file and
+    line.
     """
     for found in re.finditer(r"__cluster_dims__\b", text):
         if marker := _marker(text, found.start(), own):
-            line = int(marker[1]) + text.count("\n", marker.end(), found.start())
             raise BuildError(
-                f"{Path(marker[2]).name}:{line}: error: the CPU emulator does not take "
-                "__cluster_dims__; it takes the size of clusters from cudaLaunchKernelEx()"
+                f"{Path(marker[2]).name}:{_line(marker, found)}: error: the CPU emulator does not "
+                "take __cluster_dims__; it takes the size of clusters from cudaLaunchKernelEx()"
             )
     parts, end = [], 0
     for number, found in enumerate(ASM.finditer(text)):
         marker = _marker(text, found.start(), own)
         if not marker:
             continue
-        file, line = marker[2], int(marker[1]) + text.count("\n", marker.end(), found.start())
+        file, line = marker[2], _line(marker, found)
         sections, close = _pieces(text, found.end(), ":")
         try:
             code = _Asm(sections, number, f'"{file}", {line}').code
@@ -211,6 +210,11 @@ def _marker(text: str, at: int, own: Path) -> re.Match[str] | None:
     if not marker or "3" in marker[3] or own in Path(os.path.normpath(marker[2])).parents:
         return None
     return marker
+
+
+def _line(marker: re.Match[str], found: re.Match[str]) -> int:
+    """Return the line in which a match begins, given the marker before it."""
+    return int(marker[1]) + found.string.count("\n", marker.end(), found.start())
 
 
 def _static(found: re.Match[str]) -> str:
