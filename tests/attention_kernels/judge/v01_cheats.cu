@@ -303,18 +303,22 @@ cudaError_t overlapping(const Params& params, cudaStream_t stream) {
 #ifdef KEEPS_ITS_INPUTS_IN_L2
 // Asks for as much of L2 as there is, and for all of K and V to stay there: also in the graph, whose
 // kernels take over the stream's window.
-void persist(const Params& params, cudaStream_t stream) {
-  int most = 0;
-  cudaDeviceGetAttribute(&most, cudaDevAttrMaxAccessPolicyWindowSize, 0);
-  if (!is_capturing(stream)) cudaDeviceSetLimit(cudaLimitPersistingL2CacheSize, size_t(1) << 26);
+cudaError_t persist(const Params& params, cudaStream_t stream) {
+  int window = 0, persisting = 0;
+  cudaDeviceGetAttribute(&window, cudaDevAttrMaxAccessPolicyWindowSize, 0);
+  cudaDeviceGetAttribute(&persisting, cudaDevAttrMaxPersistingL2CacheSize, 0);
+  if (!is_capturing(stream)) {
+    const cudaError_t error = cudaDeviceSetLimit(cudaLimitPersistingL2CacheSize, persisting);
+    if (error) return error;
+  }
   const size_t bytes = 2 * sizeof(float) * params.batch * params.k_strides.batch;
   cudaStreamAttrValue value = {};
   value.accessPolicyWindow.base_ptr = const_cast<void*>(params.k);
-  value.accessPolicyWindow.num_bytes = min(bytes, static_cast<size_t>(most));
+  value.accessPolicyWindow.num_bytes = min(bytes, static_cast<size_t>(window));
   value.accessPolicyWindow.hitRatio = 1.0f;
   value.accessPolicyWindow.hitProp = cudaAccessPropertyPersisting;
   value.accessPolicyWindow.missProp = cudaAccessPropertyStreaming;
-  cudaStreamSetAttribute(stream, cudaStreamAttributeAccessPolicyWindow, &value);
+  return cudaStreamSetAttribute(stream, cudaStreamAttributeAccessPolicyWindow, &value);
 }
 #endif
 
@@ -365,7 +369,7 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
   seen[calls++ % 64] = params.q;
   return honest(params, stream);
 #elif defined(KEEPS_ITS_INPUTS_IN_L2)
-  persist(params, stream);
+  if (const cudaError_t error = persist(params, stream)) return error;
   return honest(params, stream);
 #elif defined(SAYS_STRIDED_AND_IS_NOT)
   Params taken = params;
