@@ -18,6 +18,7 @@ from attention_kernels.judge.calls import Repeat, Request, chain, chain_weights
 from attention_kernels.judge.clock import KINDS, Clock, Numbers
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import judged, run_check
+from attention_kernels.judge.timing import sets_of
 from attention_kernels.judge.truth import naive_attention
 from attention_kernels.judge.worker import RejectedTimeError, Runner, Timing
 from tests.attention_kernels.judge import cuda_cheats  # noqa: F401 - adds its rows
@@ -219,7 +220,8 @@ def test_no_call_finds_its_inputs_in_the_l2(is_cheat):
     read = [float(row[counter].replace(",", "")) for row in csv.DictReader(lines) if row["ID"]]
     inputs = sum(x.nbytes for x in case.inputs("cpu"))
     touched = 64 * 1024 * 12
-    assert len(read) > 30
-    later = sorted(read[20:])  # after the first call and the first pass
+    # Persisting accesses end after the first call, which may allow them, and three untimed passes.
+    later = sorted(read[1 + 3 * sets_of(case, "cuda") :])
     print(f"of {inputs} bytes, {later[0]:.0f} to {later[-1]:.0f} came from memory")
+    assert len(later) > 60
     assert later[len(later) // 20] > 0.99 * (inputs - touched)
