@@ -36,7 +36,7 @@ def races():
 
 
 @pytest.mark.parametrize("order", ["", "reverse", "shuffle:1"])
-@pytest.mark.parametrize("race", range(2, 10))
+@pytest.mark.parametrize("race", range(2, 11))
 def test_a_race_is_reported_with_both_lanes_and_lines(races, race, order, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_ORDER", order)
     with pytest.raises(KernelError) as caught:

@@ -68,17 +68,6 @@ struct dim3 {
 
 namespace attention::emulator {
 
-template <typename T>
-constexpr const T& made(const T& x) {
-  return x;
-}
-
-// g++'s thread sanitizer, on which the access recorder relies, misses a struct that a function
-// returns directly into memory. Returning it through a reference makes it a copy, which it sees.
-#define make_float2(...) attention::emulator::made(make_float2(__VA_ARGS__))
-#define make_float4(...) attention::emulator::made(make_float4(__VA_ARGS__))
-#define make_uint4(...) attention::emulator::made(make_uint4(__VA_ARGS__))
-
 // The unsigned type of a size.
 template <size_t kBytes>
 auto word_of() {

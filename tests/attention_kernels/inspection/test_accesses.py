@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection.accesses import BY_LANE, Access, count_accesses, format_table
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import parse_header
+from tests.attention_kernels.ladder.test_ptx import STRANGERS
 from tests.conftest import ROOT
 
 PATTERNS = Path(__file__).with_name("v01_patterns.cu").read_text("utf-8")
@@ -51,6 +53,16 @@ def test_shared_memory_conflicts_as_hardware_does(patterns, comment):
     (found,) = patterns[comment]
     assert found.memory == "shared"
     assert (found.requests, found.wavefronts, found.conflicts, found.ways) == SHARED[comment]
+
+
+def test_structs_are_counted_and_flags_of_the_compiler_are_not():
+    """Stores of half2 that a call returns, and static arrays of half."""
+    found = count_accesses(parse_header(STRANGERS / "wgmma_tma.cu"), num_heads=2)
+    assert {(x.memory, x.kind) for x in found} == {
+        *itertools.product(("shared", "global"), ["TMA load"]),
+        *(("shared", "wgmma"), ("global", "store")),
+    }
+    assert sum(x.sectors for x in found if x.kind == "store") == 2048
 
 
 def test_an_access_has_its_call_chain_its_width_and_the_address_of_each_lane(patterns):
