@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+import torch
 
 from attention_kernels.child import end_with_parent, ending, start_server
 from attention_kernels.errors import AttentionError
@@ -117,6 +118,40 @@ class Process:
         assert self._process.pid is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
+
+
+class Judges:
+    """Processes in which functions of few numbers run, which spend their time in Python.
+
+    Threads of one process would wait for each other there.
+    """
+
+    def __init__(self, count: int) -> None:
+        start_server()
+        context = multiprocessing.get_context("forkserver")
+        with _without_main_and_argv():
+            self._pool = context.Pool(count, _begin_to_judge)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns, from one of the processes."""
+        return self._pool.apply_async(function, arguments).get(LOADING_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.terminate()
+        self._pool.join()
+
+
+def _begin_to_judge() -> None:
+    torch.set_num_threads(1)
+    keep_memory()
+
+
+def keep_memory() -> None:
+    """Have this process keep memory that is freed, because new pages take longer than most sums."""
+    if sys.platform == "linux":
+        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, 2**30)
 
 
 @contextlib.contextmanager

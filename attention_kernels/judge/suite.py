@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
@@ -33,7 +34,7 @@ from attention_kernels import registry
 from attention_kernels.contract import dtype_name
 from attention_kernels.errors import ArgumentError, AttentionError, UnsupportedError
 from attention_kernels.judge.caller import threads
-from attention_kernels.judge.calls import ALIGNMENT, Outputs, Request, describe_error
+from attention_kernels.judge.calls import ALIGNMENT, Outputs, Request, bits, describe_error
 from attention_kernels.judge.cases import (
     ANY_HEAD_DIM,
     LARGEST_WORK,
@@ -44,7 +45,7 @@ from attention_kernels.judge.cases import (
     with_few_shapes,
 )
 from attention_kernels.judge.inputs import LARGE, Case, Context, DecodeCase, Op, own_seed
-from attention_kernels.judge.process import EndedError
+from attention_kernels.judge.process import EndedError, Judges
 from attention_kernels.judge.truth import Truth, Verdict, check_precision, extent, truth
 from attention_kernels.judge.worker import TIMEOUT_S, Runner, Worker, open_runner
 from attention_kernels.registry import BackendSpec
@@ -177,17 +178,25 @@ def _next(steps: Steps, outputs: Outputs) -> Request | Found:
         return found.value  # type: ignore[no-any-return]
 
 
-def judged(runner: Runner, case: Case | DecodeCase, **options: Any) -> Steps:
+def judged(
+    runner: Runner, case: Case | DecodeCase, judges: Judges | None = None, **options: Any
+) -> Steps:
     """Run one case and judge its output, if that is large some rows of all heads.
 
-    A changed input is a failure. options: of Calls.
+    A changed input is a failure. judges: of small cases; by default, this process is. options: of
+    Calls.
     """
     request = Request.of(case, [case.inputs("cpu")], place=_place(case), **options)
     is_whole = case.work <= LARGEST_WORK[runner.is_emulated]
-    right = _truth(runner, case, request.sets[0]) if is_whole else None
+    elsewhere = judges if is_whole and case.work <= JUDGED_ON_CPU else None
+    right = _truth(runner, case, request.sets[0]) if is_whole and not elsewhere else None
     found = yield request
     if found.fault:
         return Verdict(math.inf, math.inf, math.inf, fault=found.fault)
+    if elsewhere:
+        spec, o = runner.spec, bits(found.o[0]).numpy()
+        precision = spec.precisions[dtype_name(case.dtype)]
+        return elsewhere.run(_verdict, case, o, precision, spec.error_slack)  # type: ignore[no-any-return]
     if right:
         return _judge(runner, right, found.o[0])
     draw, heads = random.Random(own_seed(case)).randrange, case.num_heads * case.group
@@ -455,11 +464,17 @@ def shapes_of_range(spec: BackendSpec) -> int:
 
 
 def checks_of(
-    runner: Runner, dtypes: Sequence[torch.dtype], seed: int, quick: bool = False
+    runner: Runner,
+    dtypes: Sequence[torch.dtype],
+    seed: int,
+    quick: bool = False,
+    judges: Judges | None = None,
 ) -> list[Check]:
     """Return the checks of a backend, those that find the most first."""
     cases = cases_for(runner, dtypes, seed, quick=quick)
-    found: list[Check] = [(case, functools.partial(judged, runner, case)) for case in cases]
+    found: list[Check] = [
+        (case, functools.partial(judged, runner, case, judges=judges)) for case in cases
+    ]
     cheap = min(CHEAP, len(cases) - sum(map(_is_inference, cases)))
     found[cheap:cheap] = [
         *_more_checks(runner, dtypes[0], seed),
@@ -510,7 +525,10 @@ def verify(
         try:
             runner = open_runner(what, device, timeout_s=timeout_s, races=True, load=False)
             stack.enter_context(contextlib.closing(runner))
-            checks = checks_of(runner, _dtypes(runner.spec, dtypes), seed, quick)
+            judges = None
+            if isinstance(runner, Worker) and cores > 1:
+                judges = stack.enter_context(contextlib.closing(Judges(cores)))
+            checks = checks_of(runner, _dtypes(runner.spec, dtypes), seed, quick, judges)
             driver = Driver(runner, checks, cores)
             stack.enter_context(contextlib.closing(driver))
             runner.load()
@@ -648,9 +666,19 @@ def _truth(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor]) ->
     # A kernel in this process may capture a graph, during which no other thread may use CUDA.
     is_large = case.work > JUDGED_ON_CPU and isinstance(runner, Worker)
     with _large if is_large else contextlib.nullcontext():
-        q, k, v, *seqlens = (x.to(runner.device if is_large else "cpu") for x in inputs)
-        is_causal = isinstance(case, Case) and case.is_causal
-        return truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
+        return _reference(case, [x.to(runner.device if is_large else "cpu") for x in inputs])
+
+
+def _reference(case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Truth:
+    q, k, v, *seqlens = inputs
+    is_causal = isinstance(case, Case) and case.is_causal
+    return truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
+
+
+def _verdict(case: Case | DecodeCase, o: NDArray[Any], precision: str, slack: float) -> Verdict:
+    """Judge the output of a small case, given its bits."""
+    out = torch.from_numpy(o).view(case.dtype)
+    return _reference(case, case.inputs("cpu")).judge(out, precision, slack)
 
 
 def _judge(runner: Runner, right: Truth, o: Tensor) -> Verdict:

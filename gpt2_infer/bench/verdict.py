@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import sys
 from collections.abc import Sequence
@@ -94,13 +93,6 @@ class Findings:
             fields[name] = getattr(self, name)
         spec = self.report.spec
         return {"name": spec.name, **fields, "error_slack": spec.error_slack}
-
-
-def prepare() -> None:
-    """Prepare this process to judge a kernel: keep memory that is freed."""
-    if sys.platform == "linux":  # otherwise threads wait for each other to map new pages
-        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(parameter, 2**30)
 
 
 def sanitize(name: str, device: str, schedules: int) -> list[Failure]:

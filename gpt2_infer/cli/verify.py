@@ -68,11 +68,11 @@ def verify(
         on_check: called after each check with the number that are done and of all
     """
     child.start_server()  # it imports torch while this process does
-    from attention_kernels.judge import suite
+    from attention_kernels.judge import process, suite
     from gpt2_infer.bench import verdict
 
     (name,) = adapted([name], entry)
-    verdict.prepare()
+    process.keep_memory()
     faults = verdict.sanitize(name, device or "", schedules) if sanitize else []
     report = suite.verify(
         name,
