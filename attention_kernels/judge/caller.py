@@ -148,8 +148,8 @@ class Caller:
     def _do(self, message: Message) -> Reply:
         timed = self._timed
         if isinstance(message, Calls):
-            self.given.grow(message.given_bytes)
-            self.taken.grow(message.taken_bytes)
+            self._grow(self.given, message.given_bytes)
+            self._grow(self.taken, message.taken_bytes)
             return self._prepare(message) if message.clock else self._call(message)
         assert timed is not None
         if isinstance(message, HandOver):
@@ -187,7 +187,7 @@ class Caller:
         on_host = [self.given.storage(calls.place + at, size) for at, size in calls.storages]
         # On a GPU, where the allocator decides, this moves those after it.
         before = torch.empty(calls.place, dtype=torch.uint8, device=self.device)
-        on_device = [storage.to(self.device) for storage in on_host]
+        on_device = [storage.to(self.device, non_blocking=True) for storage in on_host]
         sets = unpack(on_device, calls.sets)
         outputs = calls.outputs(self.taken.tensor)
         kernel = self._kernel(calls)
@@ -200,16 +200,29 @@ class Caller:
                         o = _graph(functools.partial(kernel, *inputs))()
                 if o.untyped_storage().data_ptr() in {x.data_ptr() for x in on_device}:
                     return Reply("failed", "its output shares the memory of an input")
-                outputs[call].copy_(o)
+                outputs[call].copy_(o, non_blocking=True)
                 if call < calls.again:
                     first.append(o)
         for call, o in enumerate(first, len(calls.order)):
-            outputs[call].copy_(o)
+            outputs[call].copy_(o, non_blocking=True)
         for host, device in zip(on_host, on_device, strict=True):
             if host is not device:
-                host.copy_(device)
+                host.copy_(device, non_blocking=True)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         del before
         return Reply()
+
+    def _grow(self, block: Block, size: int) -> None:
+        """Make room in a block. CUDA copies to and from memory that it knows in the background."""
+        moves = self.device == "cuda" and len(block.tensor) < size
+        cudart = torch.cuda.cudart() if moves else None  # type: ignore[no-untyped-call]
+        if cudart and len(block.tensor):
+            torch.cuda.check_error(int(cudart.cudaHostUnregister(block.tensor.data_ptr())))
+        block.grow(size)
+        if cudart:
+            at, count = block.tensor.data_ptr(), len(block.tensor)
+            torch.cuda.check_error(int(cudart.cudaHostRegister(at, count, 0)))
 
     def _kernel(self, calls: Calls) -> Kernel:
         spec = self.race_checked if calls.races else self.spec
