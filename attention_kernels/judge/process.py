@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import multiprocessing
 import os
+import queue
 import re
 import signal
 import socket
@@ -121,30 +122,50 @@ class Process:
 
 
 class Judges:
-    """Processes in which functions of few numbers run, which spend their time in Python.
-
-    Threads of one process would wait for each other there.
-    """
+    """Processes that compute what spends its time in Python, where threads wait for each other."""
 
     def __init__(self, count: int) -> None:
         start_server()
         context = multiprocessing.get_context("forkserver")
-        with _without_main_and_argv():
-            self._pool = context.Pool(count, _begin_to_judge)
+        self._free = queue.SimpleQueue[Any]()
+        self._all = []
+        for connection, theirs in (context.Pipe() for _ in range(count)):
+            process = context.Process(target=_compute, args=(theirs,), daemon=True)
+            with _without_main_and_argv():
+                process.start()
+            theirs.close()
+            self._free.put(connection)
+            self._all.append((process, connection))
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function returns, from one of the processes."""
-        return self._pool.apply_async(function, arguments).get(LOADING_TIMEOUT_S)
+        """Return what a function returns, or raise what it raises, in one of the processes."""
+        connection = self._free.get()
+        try:
+            connection.send((function, arguments))
+            found, error = connection.recv()
+        finally:
+            self._free.put(connection)
+        if error:
+            raise error
+        return found
 
     def close(self) -> None:
         """End the processes."""
-        self._pool.terminate()
-        self._pool.join()
+        for process, connection in self._all:
+            process.kill()
+            process.join()
+            connection.close()
 
 
-def _begin_to_judge() -> None:
+def _compute(connection: Any) -> None:
     torch.set_num_threads(1)
     keep_memory()
+    while True:  # until the judge closes its end
+        function, arguments = connection.recv()
+        try:
+            connection.send((function(*arguments), None))
+        except Exception as error:
+            connection.send((None, error))
 
 
 def keep_memory() -> None:
