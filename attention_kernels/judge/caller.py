@@ -203,11 +203,11 @@ class Caller:
                 outputs[call].copy_(o, non_blocking=True)
                 if call < calls.again:
                     first.append(o)
-        for call, o in enumerate(first, len(calls.order)):
-            outputs[call].copy_(o, non_blocking=True)
-        for host, device in zip(on_host, on_device, strict=True):
-            if host is not device:
-                host.copy_(device, non_blocking=True)
+            for call, o in enumerate(first, len(calls.order)):
+                outputs[call].copy_(o, non_blocking=True)
+            for host, device in zip(on_host, on_device, strict=True):
+                if host is not device:
+                    host.copy_(device, non_blocking=True)
         if self.device == "cuda":
             torch.cuda.synchronize()
         del before
