@@ -45,7 +45,6 @@ from attention_kernels.judge.calls import (
     unpack,
 )
 from attention_kernels.judge.inputs import Context
-from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
 
 Kernel: TypeAlias = Callable[..., Tensor]
@@ -112,15 +111,9 @@ def _build(spec: BackendSpec, device: str, races: bool) -> None:
             on = getattr(torch, dtype), head_dim, torch.device(device)
             found.append(spec.chooses(*on, 2**power))
     elif races and spec.is_emulated(device):
-        found.append(_race_checked(spec))
+        found.append(ladder.race_checked(spec))
     if errors := ladder.build_all(device, found):
         raise errors[0]
-
-
-def _race_checked(spec: BackendSpec) -> BackendSpec:
-    """Return a version, built for the emulator to report races."""
-    assert spec.version is not None
-    return ladder.backend(spec.name, spec.family, race_checked(spec.version))
 
 
 class Caller:
@@ -221,7 +214,7 @@ class Caller:
     @functools.cached_property
     def race_checked(self) -> BackendSpec:
         """The version, built to report races."""
-        return _race_checked(self.spec)
+        return ladder.race_checked(self.spec)
 
 
 class Timed:

@@ -198,6 +198,12 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
     )
 
 
+def race_checked(spec: BackendSpec) -> BackendSpec:
+    """Return the backend of the same version file, built for the emulator to report races."""
+    assert spec.version is not None
+    return backend(spec.name, spec.family, header.race_checked(spec.version))
+
+
 def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return grouped queries as a call whose batch has an entry for each key head of each row.
 
