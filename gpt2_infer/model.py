@@ -17,16 +17,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from attention_kernels import (
-    BackendSpec,
-    UnavailableBackendError,
-    UnsupportedError,
-    default_backend,
-    ladder,
-)
+from attention_kernels import BackendSpec, UnavailableBackendError, UnsupportedError, ladder
 from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
 from attention_kernels.precision import PLAIN_PRECISIONS
-from attention_kernels.registry import default_decode_backend
+from attention_kernels.registry import default_backend, default_decode_backend
 from gpt2_infer.checkpoint import (
     DEFAULT_MODEL,
     Checkpoint,

@@ -17,14 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from attention_kernels import ladder, registry
-from attention_kernels.errors import (
-    AttentionError,
-    UnavailableBackendError,
-    UnknownBackendError,
-    UnsupportedError,
-    describe,
-)
+from attention_kernels import errors, ladder, registry
 from attention_kernels.judge import isolation, plugins
 from attention_kernels.judge.calls import (
     Again,
@@ -72,7 +65,7 @@ def serve(
             registry.discover("")  # an alias asks the registry
             # What is built goes into the cache of all backends, but does not run there yet.
             if error := isolation.apart(functools.partial(_build, spec, device, races)):
-                raise UnavailableBackendError(spec.name, error)
+                raise errors.UnavailableBackendError(spec.name, error)
             enclose()
         else:
             enclose(plugins.caches(what))
@@ -83,7 +76,7 @@ def serve(
         if device == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(current)
         if reason := spec.unavailable_reason(device):
-            raise UnavailableBackendError(spec.name, reason)
+            raise errors.UnavailableBackendError(spec.name, reason)
         caller = Caller(spec, device, Block(given), Block(taken))
         if spec.is_emulated(device):
             torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
@@ -92,7 +85,7 @@ def serve(
         spec.prepare(device)
         has = spec.has_attention(), spec.has_decode(device)
         answer(Reply(text=msgspec.json.encode(plugins.describe_spec(spec, has)).decode()))
-    except UnknownBackendError as error:
+    except errors.UnknownBackendError as error:
         return answer(Reply("unknown", reasons=error.nearest))
     except BaseException as error:
         return answer(failure(error))
@@ -112,8 +105,8 @@ def _build(spec: BackendSpec, device: str, races: bool) -> None:
             found.append(spec.chooses(*on, 2**power))
     elif races and spec.is_emulated(device):
         found.append(ladder.race_checked(spec))
-    if errors := ladder.build_all(device, found):
-        raise errors[0]
+    if failed := ladder.build_all(device, found):
+        raise failed[0]
 
 
 class Caller:
@@ -354,13 +347,13 @@ def _context(name: Context) -> contextlib.AbstractContextManager[object]:
 
 def failure(error: BaseException) -> Reply:
     """Return the reply that reports an exception."""
-    if isinstance(error, UnsupportedError):
+    if isinstance(error, errors.UnsupportedError):
         return Reply("refused", reasons=error.reasons)
-    if isinstance(error, UnavailableBackendError):
+    if isinstance(error, errors.UnavailableBackendError):
         return Reply("unavailable", error.reason)
-    if isinstance(error, AttentionError | RuntimeError):
+    if isinstance(error, errors.AttentionError | RuntimeError):
         return Reply("failed", describe_error(error))
-    return Reply("failed", f"it raised {describe(error)}")
+    return Reply("failed", f"it raised {errors.describe(error)}")
 
 
 def poison_freed_memory(like: Tensor, word: str = POISONS[0]) -> None:

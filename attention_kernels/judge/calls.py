@@ -20,14 +20,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from attention_kernels import errors
 from attention_kernels.contract import dtype_name
-from attention_kernels.errors import (
-    AttentionError,
-    KernelError,
-    OutputError,
-    UnavailableBackendError,
-    UnsupportedError,
-)
 from attention_kernels.judge.inputs import Case, Context, DecodeCase, Op
 from attention_kernels.judge.truth import extent
 
@@ -229,14 +223,14 @@ class Reply(msgspec.Struct, frozen=True):
     def check(self, name: str) -> None:
         """Raise the error that the reply reports, if any."""
         if self.status == "refused":
-            raise UnsupportedError(name, [*map(plain, self.reasons)])
+            raise errors.UnsupportedError(name, [*map(plain, self.reasons)])
         if self.status == "unavailable":
-            raise UnavailableBackendError(name, plain(self.text))
+            raise errors.UnavailableBackendError(name, plain(self.text))
         if self.status == "failed":
             raise CallError(plain(self.text))
 
 
-class CallError(AttentionError, RuntimeError):
+class CallError(errors.AttentionError, RuntimeError):
     """A kernel failed in its own process; the text says how."""
 
 
@@ -428,14 +422,14 @@ def bits(x: Tensor) -> Tensor:
 def describe_error(error: BaseException) -> str:
     """Return a kernel's exception in one line, without the backend's name."""
     cause = error.__cause__
-    if isinstance(error, KernelError) and cause and _OP.search(str(cause)):
+    if isinstance(error, errors.KernelError) and cause and _OP.search(str(cause)):
         error = cause  # the emulator's or CUDA's own message, which names the place
     line = " ".join(str(error).splitlines()[:1])
     words = _OP.sub("", line, count=1)
-    if isinstance(error, KernelError | OutputError):
+    if isinstance(error, errors.KernelError | errors.OutputError):
         words = re.sub(r"^attention backend \w+ ", "it ", words)
-    kind = "" if isinstance(error, AttentionError) or words != line else f"{type(error).__name__}: "
-    return kind + words
+    is_clear = isinstance(error, errors.AttentionError) or words != line
+    return words if is_clear else f"{type(error).__name__}: {words}"
 
 
 def plain(text: str) -> str:

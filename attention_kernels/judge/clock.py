@@ -31,16 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels.judge import calls
 from attention_kernels.judge.caller import Timed
-from attention_kernels.judge.calls import (
-    Request,
-    chain,
-    chain_weights,
-    clear_persisting_l2,
-    multiply,
-    row_sums,
-    set_signs,
-)
+from attention_kernels.judge.calls import Request
 from attention_kernels.judge.inputs import Case, DecodeCase, Kind
 from attention_kernels.judge.suite import judge_rows
 from attention_kernels.judge.worker import RejectedTimeError, Runner, Timing
@@ -105,17 +98,17 @@ class Numbers:
     def checks_s(self, device: str) -> float:
         """Return how many seconds the factors and the row_sums() of a sample take."""
         if not self._checks_s:
-            calls = next(iter(self._requests.values())).calls
+            timed = next(iter(self._requests.values())).calls
             numbers, block = (
                 torch.zeros(size, dtype=torch.uint8, device=device)
-                for size in (calls.numbers_bytes, calls.taken_bytes)
+                for size in (timed.numbers_bytes, timed.taken_bytes)
             )
-            outputs = calls.outputs(block)
+            outputs = timed.outputs(block)
 
             def seconds() -> float:
                 started = time.perf_counter()
-                multiply(numbers, self.case.dtype, seed=0)
-                row_sums(outputs).cpu()
+                calls.multiply(numbers, self.case.dtype, seed=0)
+                calls.row_sums(outputs).cpu()
                 return time.perf_counter() - started
 
             self._checks_s = statistics.median(seconds() for _ in range(3))
@@ -128,16 +121,16 @@ class Numbers:
         longer to launch three kernels: so no backend's time gets too short.
         """
         if not self._chain_s:
-            calls = next(iter(self._requests.values())).calls
-            block = torch.zeros(calls.given_bytes, dtype=torch.uint8, device=device)
-            o = torch.zeros(calls.sets[0][0].shape, dtype=self.case.dtype, device=device)
-            chain = Timed(lambda *_: o, block, calls, graph=True)
+            timed = next(iter(self._requests.values())).calls
+            block = torch.zeros(timed.given_bytes, dtype=torch.uint8, device=device)
+            o = torch.zeros(timed.sets[0][0].shape, dtype=self.case.dtype, device=device)
+            alone = Timed(lambda *_: o, block, timed, graph=True)
             size, passes = (FLUSHED_BYTES, 1) if device == "cuda" else (0, 10)
             flushed = torch.empty(size, dtype=torch.uint8, device=device)
 
             def seconds() -> float:
                 flushed.zero_()
-                return chain.run(passes) / passes
+                return alone.run(passes) / passes
 
             # The least: noise only adds to it, and would make the times of calls shorter.
             self._chain_s = min(seconds() for _ in range(CHAIN_RUNS))
@@ -165,7 +158,7 @@ class Clock:
         contiguous, device = self.runner.spec.needs_contiguous, self.runner.device
         request = self.numbers.request(len(self._timings) + 1, contiguous=contiguous)
         if device == "cuda":
-            clear_persisting_l2()
+            calls.clear_persisting_l2()
         found = self.runner.time(request, self._timings[-1].passes if self._timings else 1)
         self._timings.append(found)
         self._judge_all(request, found)
@@ -254,15 +247,15 @@ class Clock:
     def _judge_all(self, request: Request, timing: Timing) -> None:
         """Judge all calls with new numbers, and some others."""
         sets = request.multiplied(timing.seed)
-        weights, outputs = chain_weights(sets[0][1]), timing.outputs
+        weights, outputs = calls.chain_weights(sets[0][1]), timing.outputs
         for o, (_, k, *_) in zip(outputs, sets[1:], strict=False):
-            chain(o, k, weights)
+            calls.chain(o, k, weights)
         self._judge(sets, outputs)
         if timing.unchained:
-            chain(outputs[-1], sets[0][1], weights)
+            calls.chain(outputs[-1], sets[0][1], weights)
             self._judge([sets[n] for n in timing.unchained], [*timing.unchained.values()])
         for again in timing.again:
-            set_signs(sets[again.call][1], weights, again.before)
+            calls.set_signs(sets[again.call][1], weights, again.before)
             self._judge([sets[again.call]], [again.output])
 
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:

@@ -18,17 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 import msgspec
 from tqdm import tqdm
 
-from gpt2_infer.bench.record import (
-    BASELINE,
-    AtLeastOne,
-    File,
-    KernelCell,
-    ResultsError,
-    Row,
-    Shape,
-    TaskName,
-    check_output,
-)
+from gpt2_infer.bench import record
+from gpt2_infer.bench.record import AtLeastOne, File, KernelCell, Row, Shape
 from gpt2_infer.config import ProductsName
 from gpt2_infer.errors import RequestError
 
@@ -64,7 +55,7 @@ class BackendStudy(Study, kw_only=True):
     backends: list[str] = []
     """Names or version files, *.cu; without backends and families, every backend that runs."""
     families: list[str] = []
-    baseline: str = BASELINE
+    baseline: str = record.BASELINE
     device: Literal["cpu", "cuda"] | None = None
     """None selects cuda if available, else cpu."""
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32"])
@@ -279,11 +270,11 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
 
     task = task or type(study).__struct_config__.tag  # type: ignore[assignment]
     try:
-        msgspec.convert(task, TaskName)
+        msgspec.convert(task, record.TaskName)
     except msgspec.ValidationError as error:
         raise RequestError(f"{task!r} cannot be a task's name: {error}") from error
     if out:
-        check_output(out)
+        record.check_output(out)
     module, _, name = study.subject.partition(".")
     subject: Subject[Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(study)
     settings = msgspec.to_builtins(study) | {"rounds": subject.rounds, **subject.facts}
@@ -417,7 +408,7 @@ class Progress:
                 file.write(line + b"\n")
         except OSError as error:
             why = f"{error.strerror}; rerun to resume"
-            raise ResultsError(f"{self.path} cannot be written: {why}") from error
+            raise record.ResultsError(f"{self.path} cannot be written: {why}") from error
 
     def _read(self, path: Path) -> str:
         """Load the cells that an earlier run finished and return its date."""
@@ -428,9 +419,9 @@ class Progress:
             lines = [line for line in lines if line.endswith(b"\n")]  # the last may be cut off
             cells = [msgspec.json.decode(line, type=tuple[str, list[Row]]) for line in lines]
         except (OSError, ValueError) as error:
-            raise ResultsError(f"{path} cannot be read, delete it: {error}") from error
+            raise record.ResultsError(f"{path} cannot be read, delete it: {error}") from error
         if differ := [name for name in plan if earlier.get(name) != plan[name]]:
-            raise ResultsError(
+            raise record.ResultsError(
                 f"{path} belongs to another run ({', '.join(differ)} differ): delete it or name "
                 "another output"
             )
