@@ -327,6 +327,15 @@ def c_struct(*fields: tuple[Any, str]) -> type[ctypes.Structure]:
     return Struct
 
 
+def launch(op: Callable[..., Any], on: Tensor, kind: type[ctypes.Structure], **fields: Any) -> None:
+    """Run the op of a version whose role is struct, on a tensor's device.
+
+    fields: those of its parameters, a struct of this kind, that it reads; a tensor is an address.
+    """
+    plain = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()}
+    op(on, torch.frombuffer(kind(**plain), dtype=torch.uint8))
+
+
 def _registered(version: VersionHeader) -> Callable[..., Any]:
     """Return the op of a version that is loaded."""
     return getattr(torch.ops.attention_kernels, version.op).default  # type: ignore[no-any-return]
