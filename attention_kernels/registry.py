@@ -417,11 +417,6 @@ def shipped() -> list[BackendSpec]:
     return [*_specs.values()]
 
 
-def stand_in(name: str) -> BackendSpec:
-    """Return the backend of that name or, if no module in this process has it, a stand-in."""
-    return registered(name) or unavailable(_key(name), "", "")
-
-
 def _key(name: str) -> str:
     if not isinstance(name, str):
         raise errors.UnknownBackendError(name, [])
@@ -525,16 +520,15 @@ def discover(only: str | None = None) -> None:
         _discovered = True
 
 
-def is_discovered() -> bool:
-    """Return whether the plug-ins have been imported or adopted."""
-    return _discovered is not False
+def adopt(describe: Callable[[], Iterable[BackendSpec]]) -> None:
+    """Register the backends of plug-ins, unless this process has imported or adopted them.
 
-
-def adopt(specs: Iterable[BackendSpec]) -> None:
-    """Register the backends of plug-ins, so that nothing imports these in this process."""
-    discover("")
-    for spec in specs:
-        _specs.setdefault(spec.name, spec)
+    Nothing imports them here afterwards.
+    """
+    if _discovered is False:
+        specs = describe()
+        discover("")
+        _specs.update({spec.name: spec for spec in specs if spec.name not in _specs})
 
 
 def plugins() -> importlib.metadata.EntryPoints | tuple[()]:

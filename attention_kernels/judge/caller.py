@@ -18,25 +18,8 @@ import torch
 from torch import Tensor
 
 from attention_kernels import errors, ladder, registry
-from attention_kernels.judge import isolation, plugins
-from attention_kernels.judge.calls import (
-    Again,
-    Block,
-    Calls,
-    HandOver,
-    Message,
-    Repeat,
-    Reply,
-    Start,
-    chain,
-    chain_weights,
-    clear_persisting_l2,
-    describe_error,
-    multiply,
-    row_sums,
-    set_signs,
-    unpack,
-)
+from attention_kernels.judge import calls, isolation, plugins
+from attention_kernels.judge.calls import Block, Calls, Message, Reply
 from attention_kernels.judge.inputs import Context
 from attention_kernels.registry import BackendSpec
 
@@ -138,58 +121,58 @@ class Caller:
             self.taken.grow(message.taken_bytes)
             return self._prepare(message) if message.clock else self._call(message)
         assert timed is not None
-        if isinstance(message, HandOver):
+        if isinstance(message, calls.HandOver):
             timed.hand_over(self.taken.tensor, message.calls)
             return Reply()
-        if isinstance(message, Again):
+        if isinstance(message, calls.Again):
             o = timed.again(message.call, message.total)
             timed.calls.outputs(self.taken.tensor)[message.call].copy_(o)
             return Reply()
-        if isinstance(message, Repeat) and message.chained:
+        if isinstance(message, calls.Repeat) and message.chained:
             seconds, totals = timed.repeat(message.passes)
             timed.calls.sums(self.taken.tensor, len(totals)).copy_(totals)
             return Reply(seconds=seconds)
-        if isinstance(message, Start):
+        if isinstance(message, calls.Start):
             timed.multiply(message.seed)
             seconds = timed.run()
         else:
             seconds = timed.run(message.passes, chained=False)
-        timed.calls.sums(self.taken.tensor).copy_(row_sums(timed.outputs))
+        timed.calls.sums(self.taken.tensor).copy_(calls.row_sums(timed.outputs))
         return Reply(seconds=seconds)
 
-    def _prepare(self, calls: Calls) -> Reply:
+    def _prepare(self, message: Calls) -> Reply:
         """Copy the inputs of calls to time to their places on the device."""
-        on_host = self.given.tensor[calls.place : calls.given_bytes]
-        if self._timed is None or self._timed.calls != calls:
+        on_host = self.given.tensor[message.place : message.given_bytes]
+        if self._timed is None or self._timed.calls != message:
             self._timed = None  # frees its memory first
             block = on_host.to(self.device, copy=True)
-            self._timed = Timed(self._kernel(calls), block, calls, graph=self.spec.cuda_graphs)
+            self._timed = Timed(self._kernel(message), block, message, graph=self.spec.cuda_graphs)
         self._timed.renew(on_host)
         return Reply()
 
-    def _call(self, calls: Calls) -> Reply:
+    def _call(self, message: Calls) -> Reply:
         """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
         self._timed = None
-        on_host = [self.given.storage(calls.place + at, size) for at, size in calls.storages]
+        on_host = [self.given.storage(message.place + at, size) for at, size in message.storages]
         # On a GPU, where the allocator decides, this moves those after it.
-        before = torch.empty(calls.place, dtype=torch.uint8, device=self.device)
+        before = torch.empty(message.place, dtype=torch.uint8, device=self.device)
         on_device = [storage.to(self.device) for storage in on_host]
-        sets = unpack(on_device, calls.sets)
-        outputs = calls.outputs(self.taken.tensor)
-        kernel = self._kernel(calls)
+        sets = calls.unpack(on_device, message.sets)
+        outputs = message.outputs(self.taken.tensor)
+        kernel = self._kernel(message)
         first: list[Tensor] = []
-        with _context(calls.context):
-            for call, inputs in enumerate(sets[place] for place in calls.order):
+        with _context(message.context):
+            for call, inputs in enumerate(sets[place] for place in message.order):
                 with _poisoned(inputs[0], next(self._poisons)):
                     o = kernel(*inputs)
-                    if calls.context == "graph":
+                    if message.context == "graph":
                         o = _graph(functools.partial(kernel, *inputs))()
                 if o.untyped_storage().data_ptr() in {x.data_ptr() for x in on_device}:
                     return Reply("failed", "its output shares the memory of an input")
                 outputs[call].copy_(o)
-                if call < calls.again:
+                if call < message.again:
                     first.append(o)
-        for call, o in enumerate(first, len(calls.order)):
+        for call, o in enumerate(first, len(message.order)):
             outputs[call].copy_(o)
         for host, device in zip(on_host, on_device, strict=True):
             if host is not device:
@@ -197,12 +180,12 @@ class Caller:
         del before
         return Reply()
 
-    def _kernel(self, calls: Calls) -> Kernel:
-        spec = self.race_checked if calls.races else self.spec
-        scale = calls.softmax_scale
-        if calls.op == "decode":
+    def _kernel(self, message: Calls) -> Kernel:
+        spec = self.race_checked if message.races else self.spec
+        scale = message.softmax_scale
+        if message.op == "decode":
             return functools.partial(spec.decode, softmax_scale=scale)
-        return functools.partial(spec.attention, softmax_scale=scale, is_causal=calls.is_causal)
+        return functools.partial(spec.attention, softmax_scale=scale, is_causal=message.is_causal)
 
     @functools.cached_property
     def race_checked(self) -> BackendSpec:
@@ -218,17 +201,17 @@ class Timed:
     pass is a graph, if the backend allows it.
     """
 
-    def __init__(self, kernel: Kernel, block: Tensor, calls: Calls, *, graph: bool) -> None:
-        self.calls, self._block, self._graph = calls, block, graph and block.is_cuda
-        unpacked = calls.tensors(self._block)
-        self._kernel, self._sets = kernel, [unpacked[place] for place in calls.order]
-        self._weights = chain_weights(self._sets[0][1])
+    def __init__(self, kernel: Kernel, block: Tensor, message: Calls, *, graph: bool) -> None:
+        self.calls, self._block, self._graph = message, block, graph and block.is_cuda
+        unpacked = message.tensors(self._block)
+        self._kernel, self._sets = kernel, [unpacked[place] for place in message.order]
+        self._weights = calls.chain_weights(self._sets[0][1])
         self._dtype = self._sets[0][0].dtype
         self.outputs: list[Tensor] = []
         """Those of the last pass that was not repeated."""
         self._ready: dict[str, Callable[[], Any]] = {}
         if block.is_cuda:  # a first call may compile or allocate, which no graph can capture
-            chain(kernel(*self._sets[0]), self._sets[0][1], self._weights)
+            calls.chain(kernel(*self._sets[0]), self._sets[0][1], self._weights)
             torch.cuda.synchronize()
             self.run()
 
@@ -240,11 +223,11 @@ class Timed:
         on_device = on_host.to("cuda")
         self.run()
         self._block.copy_(on_device)
-        clear_persisting_l2()
+        calls.clear_persisting_l2()
 
     def multiply(self, seed: int) -> None:
         """Multiply all inputs but lengths by factors that the judge has drawn."""
-        multiply(self._block[: self.calls.numbers_bytes], self._dtype, seed)
+        calls.multiply(self._block[: self.calls.numbers_bytes], self._dtype, seed)
 
     def run(self, passes: int = 1, *, chained: bool = True) -> float:
         """Make all calls, `passes` times; return the seconds, and keep the last pass's outputs."""
@@ -271,7 +254,7 @@ class Timed:
     def again(self, call: int, total: int) -> Tensor:
         """Make one call, as after a call with this total_of() its output; return its output."""
         q, k, *more = self._sets[call]
-        set_signs(k, self._weights, total)
+        calls.set_signs(k, self._weights, total)
         return self._kernel(q, k, *more)
 
     def one_pass(self, totals: Tensor | None = None, *, chained: bool = True) -> list[Tensor]:
@@ -281,49 +264,49 @@ class Timed:
             o = self._kernel(*inputs)
             if chained:
                 _, k, *_ = self._sets[(n + 1) % len(self._sets)]
-                chain(o, k, self._weights, None if totals is None else totals[n])
+                calls.chain(o, k, self._weights, None if totals is None else totals[n])
             if totals is None:
                 outputs.append(o)
         return outputs
 
-    def _captured(self, what: str, calls: Callable[[], Any]) -> Callable[[], Any]:
+    def _captured(self, what: str, work: Callable[[], Any]) -> Callable[[], Any]:
         """Return a graph of calls if there is one; else the calls. what: a name for them."""
         if not self._graph:
-            return calls
+            return work
         if what not in self._ready:
-            self._ready[what] = _graph(calls)
+            self._ready[what] = _graph(work)
             self._ready[what]()  # the first replay takes longer
         return self._ready[what]
 
-    def _timed(self, calls: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
+    def _timed(self, work: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
         """Make calls several times; return the seconds, and what they returned last."""
         if not self._block.is_cuda:
             started = time.perf_counter()
             for _ in range(times):
-                found = calls()
+                found = work()
             return time.perf_counter() - started, found
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(times):
-            found = calls()
+            found = work()
         end.record()
         torch.cuda.synchronize()  # all streams
         return float(start.elapsed_time(end) / 1e3), found
 
-    def hand_over(self, block: Tensor, calls: Sequence[int]) -> None:
+    def hand_over(self, block: Tensor, which: Sequence[int]) -> None:
         """Copy outputs of the last pass to the judge's memory."""
         if self._block.is_cuda:
-            clear_persisting_l2()
+            calls.clear_persisting_l2()
         places = self.calls.outputs(block)
-        for call in calls:
+        for call in which:
             places[call].copy_(self.outputs[call])
 
 
-def _graph(calls: Callable[[], Any]) -> Callable[[], Any]:
+def _graph(work: Callable[[], Any]) -> Callable[[], Any]:
     """Capture calls in a CUDA graph; return a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = calls()
+        outputs = work()
 
     def replay() -> Any:
         graph.replay()
@@ -352,7 +335,7 @@ def failure(error: BaseException) -> Reply:
     if isinstance(error, errors.UnavailableBackendError):
         return Reply("unavailable", error.reason)
     if isinstance(error, errors.AttentionError | RuntimeError):
-        return Reply("failed", describe_error(error))
+        return Reply("failed", calls.describe_error(error))
     return Reply("failed", f"it raised {errors.describe(error)}")
 
 

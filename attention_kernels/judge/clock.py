@@ -31,12 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels.errors import RejectedTimeError
 from attention_kernels.judge import calls
 from attention_kernels.judge.caller import Timed
 from attention_kernels.judge.calls import Request
 from attention_kernels.judge.inputs import Case, DecodeCase, Kind
 from attention_kernels.judge.suite import judge_rows
-from attention_kernels.judge.worker import RejectedTimeError, Runner, Timing
+from attention_kernels.judge.worker import Runner, Timing
 
 # The share by which the judge's clock may exceed the worker's, and repeated calls the first ones.
 # Other processes share a CPU, and interrupt long work more often than short work.

@@ -87,7 +87,7 @@ Check: TypeAlias = tuple[What, Callable[[], Steps]]
 def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | str) -> Verdict:
     """Run one case in this process and judge its output; a changed input is a failure.
 
-    Raises the errors of Runner.receive().
+    Raises the errors of Runner.call().
     """
     runner = Runner(spec, str(device))
     return run_check(runner, judged(runner, case))  # type: ignore[return-value]
@@ -515,7 +515,8 @@ def verify(
             stack.enter_context(contextlib.closing(driver))
             runner.load()
         except EndedError as error:
-            report = Report(registry.stand_in(str(what)), device, seed)
+            stand_in = registry.unavailable(str(what).upper(), "", "")
+            report = Report(registry.registered(str(what)) or stand_in, device, seed)
             report.note("loading it", error)
             return report
         report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)

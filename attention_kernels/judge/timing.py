@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from attention_kernels.errors import ArgumentError, UnsupportedError
+from attention_kernels.errors import ArgumentError, RejectedTimeError, UnsupportedError
 from attention_kernels.judge.clock import Clock, Numbers
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import judged, run_check
 from attention_kernels.judge.truth import check_precision
-from attention_kernels.judge.worker import TIMEOUT_S, RejectedTimeError, open_runner
+from attention_kernels.judge.worker import TIMEOUT_S, open_runner
 from attention_kernels.registry import BackendSpec
 
 MIN_ROTATED_BYTES = 96 * 2**20

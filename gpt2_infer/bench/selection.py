@@ -126,7 +126,7 @@ def row_of(
 def check(row: Row, runner: Runner, cases: Sequence[Case | DecodeCase]) -> None:
     """Check a backend against the reference and record the result in its row.
 
-    Raises the errors of Runner.receive(), except a refusal.
+    Raises the errors of Runner.call(), except a refusal.
     """
     worst = None
     if not runner.has_decode and any(isinstance(case, DecodeCase) for case in cases):

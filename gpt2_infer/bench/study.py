@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 import msgspec
 from tqdm import tqdm
 
+from attention_kernels.errors import RejectedTimeError
 from gpt2_infer.bench import record
 from gpt2_infer.bench.record import AtLeastOne, File, KernelCell, Row, Shape
 from gpt2_infer.config import ProductsName
@@ -194,10 +195,6 @@ def load(path: Path = STUDIES) -> dict[str, AnyStudy]:
 # ---- Running a study -----------------------------------------------------------------------------
 
 
-class RejectedError(Exception):
-    """A contender's output was wrong; it gets no figure and does not run again."""
-
-
 @dataclass
 class Contender:
     """Something to measure in a cell."""
@@ -206,10 +203,11 @@ class Contender:
     sample: Callable[[], Mapping[str, float]] | None = None
     """Takes one sample of each metric; None if the contender is not timed.
 
-    The row's own metric is one of them; the others become further rows. May raise RejectedError.
+    The row's own metric is one of them; the others become further rows. May raise
+    RejectedTimeError: the contender then gets no figure and does not run again.
     """
     recheck: Callable[[], None] | None = None
-    """Checks the output again after all samples; may raise RejectedError."""
+    """Checks the output again after all samples; may raise RejectedTimeError."""
     beside: list[Row] = field(default_factory=list)
     """Further rows."""
     taken: list[Mapping[str, float]] = field(default_factory=list)
@@ -221,7 +219,7 @@ class Contender:
             return None
         try:
             return call()
-        except RejectedError as error:
+        except RejectedTimeError as error:
             self.row.status, self.row.reason = "failed", str(error)
             return None
 
