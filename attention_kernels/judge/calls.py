@@ -223,11 +223,11 @@ class Reply(msgspec.Struct, frozen=True):
     def check(self, name: str) -> None:
         """Raise the error that the reply reports, if any."""
         if self.status == "refused":
-            raise errors.UnsupportedError(name, [*map(plain, self.reasons)])
+            raise errors.UnsupportedError(name, self.reasons)
         if self.status == "unavailable":
-            raise errors.UnavailableBackendError(name, plain(self.text))
+            raise errors.UnavailableBackendError(name, self.text)
         if self.status == "failed":
-            raise CallError(plain(self.text))
+            raise CallError(self.text)
 
 
 class CallError(errors.AttentionError, RuntimeError):
@@ -270,12 +270,6 @@ class Request:
             options["is_causal"] = case.is_causal
         options |= {"softmax_scale": case.softmax_scale, "context": case.context}
         return cls(case.op, sets, **options)
-
-    def outputs(self, block: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Copy the outputs, and the first of them again, from a block that a kernel can change."""
-        found = self.calls.outputs(block[: self.calls.taken_bytes].clone())
-        count = len(self.calls.order)
-        return found[:count], found[count:]
 
     def some_outputs(self, block: Tensor, which: Sequence[int]) -> list[Tensor]:
         """Copy the outputs of some calls from a block that a kernel can change."""
@@ -430,9 +424,3 @@ def describe_error(error: BaseException) -> str:
         words = re.sub(r"^attention backend \w+ ", "it ", words)
     is_clear = isinstance(error, errors.AttentionError) or words != line
     return words if is_clear else f"{type(error).__name__}: {words}"
-
-
-def plain(text: str) -> str:
-    """Return one line without control characters, which could hide on a terminal what failed."""
-    line = " ".join(text.expandtabs().splitlines())
-    return "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in line)

@@ -132,9 +132,11 @@ class Runner:
         Raises UnsupportedError, UnavailableBackendError, CallError or EndedError.
         """
         self._send(request)
-        outputs, again = request.outputs(self._taken.tensor)
-        after = self._given.tensor[request.calls.place : request.calls.given_bytes].clone()
-        return calls.Outputs(outputs, again, request, after)
+        asked, count = request.calls, len(request.calls.order)
+        # Copies: a kernel can change the blocks.
+        outputs = asked.outputs(self._taken.tensor[: asked.taken_bytes].clone())
+        after = self._given.tensor[asked.place : asked.given_bytes].clone()
+        return calls.Outputs(outputs[:count], outputs[count:], request, after)
 
     def time(self, request: calls.Request, passes: int = 1) -> Timing:
         """Time the calls of a request once and then several times, by two clocks.

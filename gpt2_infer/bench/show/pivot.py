@@ -160,12 +160,8 @@ def _about(line: Entry, column: Column, value: Any) -> Entry:
     return replace(line, row=next((r for r in line.rows if column.over(r) == value), None))
 
 
-def are_numbers(column: Iterable[str]) -> bool:
-    """Return whether a column holds only numbers or blanks, to be right-aligned."""
-    return all(map(_NUMBER.match, filter(None, column)))
-
-
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table of texts; columns of numbers are right-aligned."""
-    align = ["right" if are_numbers(column) else "left" for column in zip(*rows, strict=True)]
+    """Return a Markdown table of texts; columns of numbers and blanks are right-aligned."""
+    are_numbers = [all(map(_NUMBER.match, filter(None, x))) for x in zip(*rows, strict=True)]
+    align = ["right" if is_right else "left" for is_right in are_numbers]
     return tabulate(rows, head, "pipe", disable_numparse=True, colalign=align) + "\n"
