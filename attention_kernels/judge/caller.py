@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from attention_kernels.judge.inputs import Context
 from attention_kernels.registry import BackendSpec
 
 Kernel: TypeAlias = Callable[..., Tensor]
+Result = TypeVar("Result")
 # Two words fill, in turn, memory that nobody has written: a NaN in every dtype, which fmaxf() and
 # comparisons ignore, and a word that is large and finite in every dtype.
 POISONS = "7ff47ff4", "70e070e0"
@@ -233,7 +234,7 @@ class Timed:
         """Make all calls, `passes` times; return the seconds, and keep the last pass's outputs."""
         self.outputs = []
         one_pass = self._captured(f"chained {chained}", lambda: self.one_pass(chained=chained))
-        seconds, self.outputs = self._timed(one_pass, passes)
+        seconds, self.outputs = clocked(one_pass, passes, on_gpu=self._block.is_cuda)
         return seconds
 
     def repeat(self, passes: int) -> tuple[float, Tensor]:
@@ -249,7 +250,8 @@ class Timed:
                 self.one_pass(totals[first : first + count])
             return totals
 
-        return self._timed(self._captured(f"{passes} passes", all_passes))
+        captured = self._captured(f"{passes} passes", all_passes)
+        return clocked(captured, on_gpu=self._block.is_cuda)
 
     def again(self, call: int, total: int) -> Tensor:
         """Make one call, as after a call with this total_of() its output; return its output."""
@@ -278,21 +280,6 @@ class Timed:
             self._ready[what]()  # the first replay takes longer
         return self._ready[what]
 
-    def _timed(self, work: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-        """Make calls several times; return the seconds, and what they returned last."""
-        if not self._block.is_cuda:
-            started = time.perf_counter()
-            for _ in range(times):
-                found = work()
-            return time.perf_counter() - started, found
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(times):
-            found = work()
-        end.record()
-        torch.cuda.synchronize()  # all streams
-        return float(start.elapsed_time(end) / 1e3), found
-
     def hand_over(self, block: Tensor, which: Sequence[int]) -> None:
         """Copy outputs of the last pass to the judge's memory."""
         if self._block.is_cuda:
@@ -300,6 +287,22 @@ class Timed:
         places = self.calls.outputs(block)
         for call in which:
             places[call].copy_(self.outputs[call])
+
+
+def clocked(work: Callable[[], Result], times: int = 1, *, on_gpu: bool) -> tuple[float, Result]:
+    """Do work several times; return the seconds, by events on a GPU, and what it returned last."""
+    if not on_gpu:
+        started = time.perf_counter()
+        for _ in range(times):
+            found = work()
+        return time.perf_counter() - started, found
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(times):
+        found = work()
+    end.record()
+    torch.cuda.synchronize()  # all streams
+    return float(start.elapsed_time(end) / 1e3), found
 
 
 def _graph(work: Callable[[], Any]) -> Callable[[], Any]:

@@ -21,6 +21,7 @@ of the repeated calls. The judge measures what the chain takes and subtracts it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 import statistics
 import time
@@ -67,11 +68,11 @@ FLUSHED_BYTES, CHAIN_RUNS = 2**28, 9  # of memory, to empty the L2 before each r
 
 
 class Numbers:
-    """Inputs of timed calls: sets of one case, with new numbers in each round."""
+    """Inputs of timed calls on a device: sets of one case, with new numbers in each round."""
 
-    def __init__(self, case: Case | DecodeCase, sets: int) -> None:
-        self.case, self.sets = case, sets
-        self._round, self._checks_s, self._chain_s = 0, 0.0, 0.0
+    def __init__(self, case: Case | DecodeCase, sets: int, device: str) -> None:
+        self.case, self.sets, self.device = case, sets, device
+        self._round = 0
         self._requests: dict[bool, Request] = {}
 
     def request(self, number: int, *, contiguous: bool) -> Request:
@@ -96,46 +97,44 @@ class Numbers:
             self._requests[contiguous] = Request.of(case, inputs, order=order, clock=True)
         return self._requests[contiguous]
 
-    def checks_s(self, device: str) -> float:
-        """Return how many seconds the factors and the row_sums() of a sample take."""
-        if not self._checks_s:
-            timed = next(iter(self._requests.values())).calls
-            numbers, block = (
-                torch.zeros(size, dtype=torch.uint8, device=device)
-                for size in (timed.numbers_bytes, timed.taken_bytes)
-            )
-            outputs = timed.outputs(block)
+    @functools.cached_property
+    def checks_s(self) -> float:
+        """The seconds that the factors and the row_sums() of a sample take."""
+        timed = next(iter(self._requests.values())).calls
+        numbers, block = (
+            torch.zeros(size, dtype=torch.uint8, device=self.device)
+            for size in (timed.numbers_bytes, timed.taken_bytes)
+        )
+        outputs = timed.outputs(block)
 
-            def seconds() -> float:
-                started = time.perf_counter()
-                calls.multiply(numbers, self.case.dtype, seed=0)
-                calls.row_sums(outputs).cpu()
-                return time.perf_counter() - started
+        def seconds() -> float:
+            started = time.perf_counter()
+            calls.multiply(numbers, self.case.dtype, seed=0)
+            calls.row_sums(outputs).cpu()
+            return time.perf_counter() - started
 
-            self._checks_s = statistics.median(seconds() for _ in range(3))
-        return self._checks_s
+        return statistics.median(seconds() for _ in range(3))
 
-    def chain_s(self, device: str) -> float:
-        """Return how many seconds of a pass the chain takes, with nothing of k in the L2.
+    @functools.cached_property
+    def chain_s(self) -> float:
+        """The seconds of a pass that the chain takes, with nothing of k in the L2.
 
         On CUDA, it is that of a graph also where the backend allows none, where the host may take
         longer to launch three kernels: so no backend's time gets too short.
         """
-        if not self._chain_s:
-            timed = next(iter(self._requests.values())).calls
-            block = torch.zeros(timed.given_bytes, dtype=torch.uint8, device=device)
-            o = torch.zeros(timed.sets[0][0].shape, dtype=self.case.dtype, device=device)
-            alone = Timed(lambda *_: o, block, timed, graph=True)
-            size, passes = (FLUSHED_BYTES, 1) if device == "cuda" else (0, 10)
-            flushed = torch.empty(size, dtype=torch.uint8, device=device)
+        timed = next(iter(self._requests.values())).calls
+        block = torch.zeros(timed.given_bytes, dtype=torch.uint8, device=self.device)
+        o = torch.zeros(timed.sets[0][0].shape, dtype=self.case.dtype, device=self.device)
+        alone = Timed(lambda *_: o, block, timed, graph=True)
+        size, passes = (FLUSHED_BYTES, 1) if self.device == "cuda" else (0, 10)
+        flushed = torch.empty(size, dtype=torch.uint8, device=self.device)
 
-            def seconds() -> float:
-                flushed.zero_()
-                return alone.run(passes) / passes
+        def seconds() -> float:
+            flushed.zero_()
+            return alone.run(passes) / passes
 
-            # The least: noise only adds to it, and would make the times of calls shorter.
-            self._chain_s = min(seconds() for _ in range(CHAIN_RUNS))
-        return self._chain_s
+        # The least: noise only adds to it, and would make the times of calls shorter.
+        return min(seconds() for _ in range(CHAIN_RUNS))
 
 
 class Clock:
@@ -169,7 +168,7 @@ class Clock:
         if device == "cpu":
             seconds = found.often_outside
             if not found.is_reproducible:  # nothing proves that all of those calls were made
-                seconds = found.once_outside - self.numbers.checks_s(device)
+                seconds = found.once_outside - self.numbers.checks_s
         us = self._us(seconds)
         if us < self.floor_us or us <= 0:
             raise RejectedTimeError(
@@ -180,7 +179,7 @@ class Clock:
 
     def _us(self, seconds: float) -> float:
         """Return the microseconds of a call, given the seconds of a pass with its chain."""
-        return (seconds - self.numbers.chain_s(self.runner.device)) * 1e6 / self.numbers.sets
+        return (seconds - self.numbers.chain_s) * 1e6 / self.numbers.sets
 
     def check(self) -> None:
         """Compare the clocks over all samples, and note what else the times say.
@@ -199,7 +198,7 @@ class Clock:
         once, often = all_of("once"), all_of("often")
         once_outside, often_outside = all_of("once_outside"), all_of("often_outside")
         answer = ANSWER_S[device] / statistics.median(all_of("passes"))
-        checked = CHECKED_ANSWER_S[device] + self.numbers.checks_s(device)
+        checked = CHECKED_ANSWER_S[device] + self.numbers.checks_s
         repeated = statistics.median(often_outside)
         # No more than a share: a kernel can make its times vary.
         spread = min(DEVIATIONS * _deviation(often_outside), OUTSIDE["cuda"] * repeated)

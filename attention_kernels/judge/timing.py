@@ -63,7 +63,8 @@ def time_kernel(
         verdict = run_check(runner, judged(runner, case))
         if not verdict.passed:  # type: ignore[union-attr]
             raise RejectedTimeError(f"its output is wrong: {verdict}")
-        clock = Clock(runner, Numbers(case, sets_of(case, runner.device)), floor_us=floor_us)
+        numbers = Numbers(case, sets_of(case, runner.device), runner.device)
+        clock = Clock(runner, numbers, floor_us=floor_us)
         found = [clock.sample() for _ in range(samples + 1)][1:]
         clock.check()
     return Time(tuple(found), statistics.median(found), (min(found), max(found)))

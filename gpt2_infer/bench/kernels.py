@@ -67,7 +67,7 @@ class Kernels(Subject[KernelCell]):
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
         """Check and yield each backend that supports the cell's dtype."""
         cases = _decode_cases(cell) if self.decode else [selection.case_of(cell, cell.dtype)]
-        numbers = Numbers(cases[0], sets_of(cases[0], self.device))
+        numbers = Numbers(cases[0], sets_of(cases[0], self.device), self.device)
         for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
             row = selection.row_of(spec, cell.dtype, "time", "us", self.sources)
             contender = Contender(row)
