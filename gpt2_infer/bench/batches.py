@@ -111,12 +111,11 @@ def _padded(
         for begin in range(0, len(items), batch):
             indices, rows = zip(*items[begin : begin + batch], strict=True)
             longest = max(map(len, rows))
-            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-            tokens = models.generated(
-                reference, ids.to(device), new_tokens, mask=mask.to(device)
-            ).tolist()
-            done.update(zip(indices, tokens, strict=True))
+            padded = [[-1] * (longest - len(row)) + row for row in rows]
+            ids = torch.tensor(padded, device=device)
+            mask = (ids >= 0).long()
+            tokens = models.generated(reference, ids.clamp(min=0), new_tokens, mask=mask)
+            done.update(zip(indices, tokens.tolist(), strict=True))
 
     _, seconds = models.timed(device, run)
     _compare(done, row, expected)

@@ -81,11 +81,9 @@ def select(
 
 def versions_of(family: str) -> dict[str, VersionHeader]:
     """Return the versions of a ladder by backend name; raises RequestError for another name."""
-    versions = ladder.versions(family)
-    if not versions:
-        families = ", ".join(ladder.families())
-        raise RequestError(f"no ladder named {family}, only {families}")
-    return versions
+    if versions := ladder.versions(family):
+        return versions
+    raise RequestError(f"no ladder named {family}, only {', '.join(ladder.families())}")
 
 
 def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
