@@ -523,12 +523,13 @@ def discover(only: str | None = None) -> None:
 def adopt(describe: Callable[[], Iterable[BackendSpec]]) -> None:
     """Register the backends of plug-ins, unless this process has imported or adopted them.
 
-    Nothing imports them here afterwards.
+    Nothing imports them here afterwards. describe: returns them.
     """
     if _discovered is False:
         specs = describe()
         discover("")
-        _specs.update({spec.name: spec for spec in specs if spec.name not in _specs})
+        for spec in specs:
+            _specs.setdefault(spec.name, spec)
 
 
 def plugins() -> importlib.metadata.EntryPoints | tuple[()]:

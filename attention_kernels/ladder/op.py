@@ -330,7 +330,8 @@ def c_struct(*fields: tuple[Any, str]) -> type[ctypes.Structure]:
 def launch(op: Callable[..., Any], on: Tensor, kind: type[ctypes.Structure], **fields: Any) -> None:
     """Run the op of a version whose role is struct, on a tensor's device.
 
-    fields: those of its parameters, a struct of this kind, that it reads; a tensor is an address.
+    kind: the struct of its parameters. fields: those to set, the others are 0; a tensor stands for
+    its address.
     """
     plain = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()}
     op(on, torch.frombuffer(kind(**plain), dtype=torch.uint8))
