@@ -130,7 +130,7 @@ def _scope(findings: Findings) -> Iterator[str]:
     if findings.emulated and report.has_attention:
         yield f"  no length above {cases.LONGEST_EMULATED:,}: it was emulated"
     if findings.few_shapes:
-        count = len(cases.COMPILED_RANGES) * suite.shapes_of_range(spec)
+        count = len(cases.COMPILED_RANGES) * cases.shapes_of_range(spec)
         says = "" if spec.is_ours else ", as it says"
         shapes = f"{count} shapes of each dtype"
         yield f"  only {shapes} were tried in the cases: it is compiled for each{says}"
