@@ -21,14 +21,7 @@ from attention_kernels.errors import (
 )
 
 if TYPE_CHECKING:
-    from attention_kernels.registry import (
-        BackendSpec,
-        attention,
-        default_backend,
-        get_backend,
-        list_backends,
-        register,
-    )
+    from attention_kernels.registry import *
 
 __all__ = [
     "ArgumentError",

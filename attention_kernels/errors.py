@@ -58,6 +58,10 @@ class ArgumentError(AttentionError, ValueError):
     """The arguments break the attention contract, whatever the backend."""
 
 
+class RejectedTimeError(AttentionError):
+    """A measured time that does not count; the text is the rule that it broke, with its figures."""
+
+
 def describe(error: BaseException) -> str:
     """Return an exception's type, first line and place: "KeyError: 'x' (file.py:3)".
 

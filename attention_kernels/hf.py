@@ -32,26 +32,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    prepare_padding_mask,
-    sdpa_mask,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.utils import logging
 
 # Private, but the only way to see output_attentions in every model: GPT-2 does not pass it on.
 from transformers.utils.output_capturing import _active_collector
 
+from attention_kernels import registry
 from attention_kernels.contract import dtype_name, per_query_head
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.registry import (
-    BackendSpec,
-    default_decode_backend,
-    get_backend,
-    list_backends,
-)
+from attention_kernels.registry import BackendSpec
 
 # Arguments that models pass to every layer and that do not affect attention. (transformers uses
 # position_ids to detect packed sequences, but before it requests the mask.)
@@ -71,8 +61,8 @@ def register(*, decode_backend: str | None = None) -> None:
     Called when this module is imported. Call it again after registering another backend, or to
     choose one backend that decodes for all of them. Raises UnknownBackendError.
     """
-    decoder = get_backend(decode_backend) if decode_backend is not None else None
-    for spec in list_backends():
+    decoder = registry.get_backend(decode_backend) if decode_backend is not None else None
+    for spec in registry.list_backends():
         mask_type = type(spec.name, (_Mask,), {})
         AttentionMaskInterface.register(spec.name, functools.partial(_mask, mask_type))
         AttentionInterface.register(spec.name, functools.partial(_attention, spec, decoder))
@@ -138,7 +128,7 @@ def _mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | _Mask | None = None,
     **arguments: Any,
 ) -> _Mask:
@@ -151,14 +141,14 @@ def _mask(
     if isinstance(attention_mask, _Mask):
         return attention_mask
     written = int(q_offset) + q_length - kv_offset  # a static cache has room for more keys
-    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is None or padding[:, kv_offset : kv_offset + kv_length].all():
-        is_causal = mask_function is causal_mask_function and written == kv_length
-        if is_causal or mask_function is bidirectional_mask_function:
+        is_causal = mask_function is masking_utils.causal_mask_function and written == kv_length
+        if is_causal or mask_function is masking_utils.bidirectional_mask_function:
             return mask_type()
     if q_length not in (1, written):
         raise UnsupportedError(mask_type.__name__, [_several_queries(q_length, kv_length)])
-    visible = sdpa_mask(
+    visible = masking_utils.sdpa_mask(
         q_length=q_length,
         kv_length=kv_length,
         q_offset=q_offset,
@@ -305,7 +295,8 @@ def _default_decoder(spec: BackendSpec, q: Tensor) -> BackendSpec:
     """Return the backend that decodes q, (batch, 1, num_heads, head_dim), if none was named."""
     if spec.has_decode(q.device.type):
         return spec
-    decoder = default_decode_backend(q.device, q.dtype, q.shape[3], q.shape[0] * q.shape[2])
+    heads = q.shape[0] * q.shape[2]
+    decoder = registry.default_decode_backend(q.device, q.dtype, q.shape[3], heads)
     logging.get_logger(__name__).warning_once(
         f"{spec.name} has no decode kernel on {q.device.type}: with a cache, {decoder.name} "
         "decodes (attention_kernels.hf.register(decode_backend=...) names another)"

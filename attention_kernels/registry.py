@@ -24,17 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from attention_kernels import contract
+from attention_kernels import contract, errors
 from attention_kernels.contract import Kernels
-from attention_kernels.errors import (
-    AttentionError,
-    KernelError,
-    OutputError,
-    UnavailableBackendError,
-    UnknownBackendError,
-    UnsupportedError,
-    describe,
-)
 from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PRECISIONS
 
 if TYPE_CHECKING:
@@ -158,7 +149,7 @@ class BackendSpec(Description):
         try:
             return self.probe(device.type) if self.probe else None
         except (Exception, SystemExit) as error:  # a listing must still show the other backends
-            return f"its probe raised {describe(error)}"
+            return f"its probe raised {errors.describe(error)}"
 
     def lacking(self, device: torch.device) -> str | None:
         """Return which compute capability it needs, if it is not that of a CUDA device."""
@@ -228,17 +219,17 @@ class BackendSpec(Description):
             if not self._kernels:
                 reasons = dict.fromkeys(map(self.unavailable_reason, self.device_types))
                 if None not in reasons:
-                    raise UnavailableBackendError(self.name, "; ".join(map(str, reasons)))
+                    raise errors.UnavailableBackendError(self.name, "; ".join(map(str, reasons)))
                 try:
                     kernels = cast("object", self.loader())
-                except AttentionError:
+                except errors.AttentionError:
                     raise
                 except (Exception, SystemExit) as error:
-                    reason = f"its loader raised {describe(error)}"
-                    raise UnavailableBackendError(self.name, reason) from error
+                    reason = f"its loader raised {errors.describe(error)}"
+                    raise errors.UnavailableBackendError(self.name, reason) from error
                 if not isinstance(kernels, Kernels):
                     reason = f"its loader returned {type(kernels).__name__} instead of Kernels"
-                    raise UnavailableBackendError(self.name, reason)
+                    raise errors.UnavailableBackendError(self.name, reason)
                 self._kernels.append(kernels)
         return True
 
@@ -258,12 +249,12 @@ class BackendSpec(Description):
         """
         scale = contract.check_attention(q, k, v, softmax_scale, is_causal)
         if reasons := self._refusals(q, k):
-            raise UnsupportedError(self.name, reasons)
+            raise errors.UnsupportedError(self.name, reasons)
         if self.needs_contiguous:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         kernel = self.load().attention
         if kernel is None:
-            raise UnsupportedError(self.name, [DECODES_ONLY])
+            raise errors.UnsupportedError(self.name, [DECODES_ONLY])
         return self._run(kernel, q, k, v, scale, is_causal)
 
     def chosen(
@@ -282,7 +273,7 @@ class BackendSpec(Description):
             return self
         device = torch.device(device)
         if reasons := self.static_refusals(dtype, head_dim, device.type):
-            raise UnsupportedError(self.name, reasons)
+            raise errors.UnsupportedError(self.name, reasons)
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
         return self.chooses(dtype, head_dim, device, seqlen)
@@ -313,7 +304,7 @@ class BackendSpec(Description):
         """
         scale = contract.check_decode(q, k_cache, v_cache, seqlens, softmax_scale)
         if reasons := self.refusals(q, k_cache, v_cache, decode=True):
-            raise UnsupportedError(self.name, reasons)
+            raise errors.UnsupportedError(self.name, reasons)
         kernel = self.load().decode
         assert kernel is not None
         return self._run(kernel, q, k_cache, v_cache, seqlens, scale)
@@ -324,24 +315,24 @@ class BackendSpec(Description):
         wants_gradient = torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]
         if wants_gradient and not self.load().backward:
             reason = "a gradient (it has no backward pass: call it under torch.no_grad())"
-            raise UnsupportedError(self.name, [reason])
+            raise errors.UnsupportedError(self.name, [reason])
         try:
             o = kernel(*arguments)
-        except (AttentionError, torch.OutOfMemoryError):
+        except (errors.AttentionError, torch.OutOfMemoryError):
             raise
         except (Exception, SystemExit) as error:
-            raise KernelError(self.name, f"raised {describe(error)}") from error
+            raise errors.KernelError(self.name, f"raised {errors.describe(error)}") from error
         q = tensors[0]
         # A subclass could compute its numbers when somebody looks at them.
         if type(o) is not Tensor and not (torch.compiler.is_compiling() and isinstance(o, Tensor)):
-            raise OutputError(self.name, type(o).__name__, _kind(q))
+            raise errors.OutputError(self.name, type(o).__name__, _kind(q))
         if o.shape != q.shape or o.dtype != q.dtype or o.device != q.device:
-            raise OutputError(self.name, _kind(o), _kind(q))
+            raise errors.OutputError(self.name, _kind(o), _kind(q))
         if not o.is_contiguous():
-            raise OutputError(self.name, f"strides {o.stride()}", "a contiguous tensor")
+            raise errors.OutputError(self.name, f"strides {o.stride()}", "a contiguous tensor")
         # A traced tensor has no address.
         if not torch.compiler.is_compiling() and o.data_ptr() in [x.data_ptr() for x in tensors]:
-            raise OutputError(self.name, "the memory of an input", "a new tensor")
+            raise errors.OutputError(self.name, "the memory of an input", "a new tensor")
         return o
 
 
@@ -411,7 +402,7 @@ def get_backend(name: str) -> BackendSpec:
         return spec
     # To compare a very long name would take seconds.
     similar = difflib.get_close_matches(key[:100], [*_specs])
-    raise UnknownBackendError(name, similar or [x for x in _specs if key and key in x][:3])
+    raise errors.UnknownBackendError(name, similar or [x for x in _specs if key and key in x][:3])
 
 
 def registered(name: str) -> BackendSpec | None:
@@ -426,14 +417,9 @@ def shipped() -> list[BackendSpec]:
     return [*_specs.values()]
 
 
-def stand_in(name: str) -> BackendSpec:
-    """Return the backend of that name or, if no module in this process has it, a stand-in."""
-    return registered(name) or unavailable(_key(name), "", "")
-
-
 def _key(name: str) -> str:
     if not isinstance(name, str):
-        raise UnknownBackendError(name, [])
+        raise errors.UnknownBackendError(name, [])
     return name.strip().upper().replace("-", "_")
 
 
@@ -534,23 +520,23 @@ def discover(only: str | None = None) -> None:
         _discovered = True
 
 
-def is_discovered() -> bool:
-    """Return whether the plug-ins have been imported or adopted."""
-    return _discovered is not False
+def adopt(describe: Callable[[], Iterable[BackendSpec]]) -> None:
+    """Register the backends of plug-ins, unless this process has imported or adopted them.
 
-
-def adopt(specs: Iterable[BackendSpec]) -> None:
-    """Register the backends of plug-ins, so that nothing imports these in this process."""
-    discover("")
-    for spec in specs:
-        _specs.setdefault(spec.name, spec)
+    Nothing imports them here afterwards. describe: returns them.
+    """
+    if _discovered is False:
+        specs = describe()
+        discover("")
+        for spec in specs:
+            _specs.setdefault(spec.name, spec)
 
 
 def plugins() -> importlib.metadata.EntryPoints | tuple[()]:
     """Return the entry points of plug-ins; raises AttentionError for a bad setting."""
     setting = os.environ.get("ATTENTION_KERNELS_PLUGINS", "on")
     if setting not in ("on", "off"):
-        raise AttentionError(f"ATTENTION_KERNELS_PLUGINS must be on or off, not {setting!r}")
+        raise errors.AttentionError(f"ATTENTION_KERNELS_PLUGINS must be on or off, not {setting!r}")
     group = "attention_kernels.backends"
     return importlib.metadata.entry_points(group=group) if setting == "on" else ()
 
@@ -563,7 +549,7 @@ def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> None:
     except (Exception, SystemExit) as error:  # the other backends must still work
         name = f"PLUGIN_{re.sub('[^A-Z0-9]', '_', entry_point.name.upper())}"
         _specs[name] = unavailable(
-            name, "plug-in", f"its plug-in failed to load: {describe(error)}"
+            name, "plug-in", f"its plug-in failed to load: {errors.describe(error)}"
         )
     for name in {*_specs} - before:
         object.__setattr__(_specs[name], "plugin", entry_point.value)

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt2_infer.config import GPT2Config
-    from gpt2_infer.errors import (
-        ConfigError,
-        GPT2InferError,
-        NotFiniteError,
-        RequestError,
-        WeightsError,
-    )
+    from gpt2_infer.errors import *
     from gpt2_infer.generation import Generation, generate
     from gpt2_infer.model import GPT2
     from gpt2_infer.request import Request

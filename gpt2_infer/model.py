@@ -17,23 +17,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from attention_kernels import (
-    BackendSpec,
-    UnavailableBackendError,
-    UnsupportedError,
-    default_backend,
-    ladder,
-)
+from attention_kernels import BackendSpec, UnavailableBackendError, UnsupportedError, ladder
 from attention_kernels.contract import AttentionFunction, Kernels, dtype_name
 from attention_kernels.precision import PLAIN_PRECISIONS
-from attention_kernels.registry import default_decode_backend
-from gpt2_infer.checkpoint import (
-    DEFAULT_MODEL,
-    Checkpoint,
-    open_checkpoint,
-    resolve_device,
-    resolve_dtype,
-)
+from attention_kernels.registry import default_backend, default_decode_backend
+from gpt2_infer import checkpoint
+from gpt2_infer.checkpoint import Checkpoint, open_checkpoint
 from gpt2_infer.config import GPT2Config, ProductsName
 from gpt2_infer.errors import ConfigError, RequestError, check_integer, check_type
 from gpt2_infer.linear import Linear, project, weight_and_bias, with_room, without_autocast
@@ -219,7 +208,7 @@ class GPT2(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path | Checkpoint = DEFAULT_MODEL,
+        model: str | Path | Checkpoint = checkpoint.DEFAULT_MODEL,
         *,
         revision: str | None = None,
         device: str | torch.device | None = None,
@@ -240,7 +229,7 @@ class GPT2(nn.Module):
         Raises RequestError, WeightsError, ConfigError, UnavailableDeviceError or an AttentionError,
         before reading any weight where possible.
         """
-        device, dtype = resolve_device(device), resolve_dtype(dtype)
+        device, dtype = checkpoint.resolve_device(device), checkpoint.resolve_dtype(dtype)
         check_integer("the seed", seed, 0, 2**63 - 1)
         prompts, decoder = _specs(attention, decode_attention)
         if not isinstance(model, Checkpoint):

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers, header
-from attention_kernels.ladder.op import c_struct, load_op
+from attention_kernels.ladder.op import c_struct, launch, load_op
 from gpt2_infer.config import PRODUCTS, GPT2Config, ProductsName
 from gpt2_infer.errors import RequestError
 
@@ -253,12 +253,16 @@ Output = TypeVar("Output", bound=Activation)
 
 
 @functools.cache
-def own_op(file: Path, prefix: str, device_type: str) -> Callable[..., None]:
-    """Return the op of one of our own files, whose name begins with the prefix.
+def own_op(
+    file: Path, prefix: str, device_type: str, dtype: str = "float32"
+) -> Callable[..., None]:
+    """Return the op of one of our own files for a dtype; its name begins with the prefix.
 
     Raises BuildError.
     """
-    return load_op(header.parse_header(file, prefix), device_type, file.name)
+    builds = header.parse_header(file, prefix).builds()
+    (build,) = (build for build in builds if build.dtype == dtype)
+    return load_op(build, device_type, file.name)
 
 
 class Product:
@@ -334,19 +338,15 @@ class Product:
         tiles = tile.count(m, n)
         parts = plan.blocks + tiles if tiles % plan.blocks else 0
         workspace = self.bias.new_empty(parts * tile.block_m * tile.block_n)
-        scale, shift = (None, None) if norm is None else (norm.weight, norm.bias)
-        epsilon = 0.0 if norm is None else norm.eps
-        plain_x, packed_x = _either(x)
-        plain_y, packed_y = _either(y)
-        if self.packs and packed_x is None:
-            packed_x = Packed.empty(m, k, self.bias).data
-        tensors = (
-            *(plain_x, self.weight, self.bias, plain_y, residual, scale, shift, workspace),
-            *(self.exponents, packed_x, packed_y),
-        )
-        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        params = ProductParams(*pointers, m, n, k, mode, epsilon, plan.tile, plan.blocks)
-        self._op(self.bias, torch.frombuffer(params, dtype=torch.uint8))
+        fields: dict[str, Any] = {"weight": self.weight, "bias": self.bias, "residual": residual}
+        fields |= {"exponents": self.exponents, "workspace": workspace, "mode": mode}
+        fields |= {"m": m, "n": n, "k": k, "tile": plan.tile, "blocks": plan.blocks}
+        fields |= _named("x", x) | _named("y", y)
+        if norm is not None:
+            fields |= {"ln_weight": norm.weight, "ln_bias": norm.bias, "epsilon": norm.eps}
+        if self.packs and "packed_x" not in fields:
+            fields["packed_x"] = Packed.empty(m, k, self.bias).data
+        launch(self._op, self.bias, ProductParams, **fields)
         return y
 
 
@@ -354,6 +354,6 @@ def _rows(x: Activation) -> int:
     return x.rows if isinstance(x, Packed) else x.shape[0]
 
 
-def _either(x: Activation) -> tuple[Tensor | None, Tensor | None]:
-    """Return a plain tensor or the data of a packed one, and None for the other."""
-    return (None, x.data) if isinstance(x, Packed) else (x, None)
+def _named(name: str, x: Activation) -> dict[str, Tensor]:
+    """Return the field of ProductParams that a plain or a packed tensor is for."""
+    return {f"packed_{name}": x.data} if isinstance(x, Packed) else {name: x}

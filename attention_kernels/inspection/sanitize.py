@@ -24,7 +24,6 @@ from attention_kernels import child, ladder, registry
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.ladder import compilers
-from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
 
 TOOLS = ("memcheck", "racecheck")
@@ -66,8 +65,9 @@ def sanitize(
         if device == "cpu" and not in_ladder:
             raise UnsupportedError(spec.name, ["only emulated kernels have a sanitizer on the CPU"])
     if device == "cpu":
-        faults = _address_sanitizer(specs[0].name, schedules, whats, timeout_s)
-        return faults or _races(specs[0].name, schedules, whats, timeout_s)
+        name, how = specs[0].name, [str(schedules), *whats]
+        faults = _emulated(name, ["cpu", *how], _address_sanitizer(name), timeout_s)
+        return faults or _emulated(name, ["races", *how], {}, timeout_s)
     if shutil.which("compute-sanitizer") is None:
         raise UnavailableBackendError(specs[0].name, "needs compute-sanitizer on PATH")
     return [
@@ -87,9 +87,8 @@ def tools_of(spec: BackendSpec) -> tuple[str, ...]:
     return ("memcheck",) if spec.version and spec.version.needs_exactly else TOOLS
 
 
-def _address_sanitizer(
-    name: str, schedules: int, whats: Sequence[str], timeout_s: float
-) -> list[str]:
+def _address_sanitizer(name: str) -> dict[str, str]:
+    """Return the environment in which a backend is built and run with AddressSanitizer."""
     # Preload libstdc++ too: the sanitizer looks for its __cxa_throw at startup, before torch loads
     # it.
     names = ("libasan.so", "libstdc++.so.6")
@@ -97,12 +96,18 @@ def _address_sanitizer(
     libraries = [compilers.execute([gxx, f"-print-file-name={name}"]).out.strip() for name in names]
     if not os.path.isabs(libraries[0]):
         raise UnavailableBackendError(name, "its C++ compiler has no AddressSanitizer")
-    environment = {
+    return {
         "ATTENTION_KERNELS_FLAGS": ASAN_FLAGS,
         "ASAN_OPTIONS": _ASAN_OPTIONS,
         "LD_PRELOAD": ":".join(libraries),
     }
-    done = _worker([*_MAIN, "cpu", str(schedules), *whats], environment, timeout_s)
+
+
+def _emulated(
+    name: str, arguments: Sequence[str], environment: dict[str, str], timeout_s: float
+) -> list[str]:
+    """Run main() with these arguments in the emulator; return the first fault, if any."""
+    done = _worker([*_MAIN, *arguments], environment, timeout_s)
     if done.status == 0:
         return []
     if done.status == _UNAVAILABLE:
@@ -115,13 +120,6 @@ def _address_sanitizer(
     frames = re.findall(r"#\d+ 0x\w+ +.*?\((/.+)\+(0x\w+)\)", report)
     lines = (compilers.source_line(*frame) for frame in frames)
     return [f"{found[1]} at {next(filter(None, lines), 'an unknown line')}"]
-
-
-def _races(name: str, schedules: int, whats: Sequence[str], timeout_s: float) -> list[str]:
-    done = _worker([*_MAIN, "races", str(schedules), *whats], {}, timeout_s)
-    if done.status == _UNAVAILABLE:
-        raise UnavailableBackendError(name, _last_words(done))
-    return [] if done.status == 0 else [_last_words(done)]
 
 
 def compute_sanitizer(tool: str, whats: Sequence[str], timeout_s: float = 600.0) -> list[str]:
@@ -218,10 +216,7 @@ def main(device: str, schedules: str, *whats: str) -> None:
         import triton.testing
 
         triton.testing.do_bench = _call_once
-    for spec in specs:
-        if device == "races":
-            assert spec.version is not None
-            spec = ladder.backend(spec.name, spec.family, race_checked(spec.version))  # noqa: PLW2901
+    for spec in map(ladder.race_checked, specs) if device == "races" else specs:
         try:
             spec.prepare(device.replace("races", "cpu"))
         except UnavailableBackendError as error:

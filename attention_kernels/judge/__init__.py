@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attention_kernels.errors import RejectedTimeError
     from attention_kernels.judge.inputs import Case, DecodeCase
     from attention_kernels.judge.suite import verify
     from attention_kernels.judge.timing import time_kernel
-    from attention_kernels.judge.worker import RejectedTimeError
 
 __all__ = ["Case", "DecodeCase", "RejectedTimeError", "time_kernel", "verify"]
 
 
 def __getattr__(name: str) -> Any:
     """Return a name of __all__ from its module."""
-    for module in ("inputs", "suite", "timing", "worker") if name in __all__ else ():
+    for module in ("inputs", "suite", "timing") if name in __all__ else ():
         found = importlib.import_module(f"attention_kernels.judge.{module}")
         if name in vars(found):
             return vars(found)[name]

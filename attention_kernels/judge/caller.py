@@ -11,44 +11,20 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
-from attention_kernels import ladder, registry
-from attention_kernels.errors import (
-    AttentionError,
-    UnavailableBackendError,
-    UnknownBackendError,
-    UnsupportedError,
-    describe,
-)
-from attention_kernels.judge import isolation, plugins
-from attention_kernels.judge.calls import (
-    Again,
-    Block,
-    Calls,
-    HandOver,
-    Message,
-    Repeat,
-    Reply,
-    Start,
-    chain,
-    chain_weights,
-    clear_persisting_l2,
-    describe_error,
-    multiply,
-    row_sums,
-    set_signs,
-    unpack,
-)
+from attention_kernels import errors, ladder, registry
+from attention_kernels.judge import calls, isolation, plugins
+from attention_kernels.judge.calls import Block, Calls, Message, Reply
 from attention_kernels.judge.inputs import Context
-from attention_kernels.ladder.header import race_checked
 from attention_kernels.registry import BackendSpec
 
 Kernel: TypeAlias = Callable[..., Tensor]
+Result = TypeVar("Result")
 # Two words fill, in turn, memory that nobody has written: a NaN in every dtype, which fmaxf() and
 # comparisons ignore, and a word that is large and finite in every dtype.
 POISONS = "7ff47ff4", "70e070e0"
@@ -73,7 +49,7 @@ def serve(
             registry.discover("")  # an alias asks the registry
             # What is built goes into the cache of all backends, but does not run there yet.
             if error := isolation.apart(functools.partial(_build, spec, device, races)):
-                raise UnavailableBackendError(spec.name, error)
+                raise errors.UnavailableBackendError(spec.name, error)
             enclose()
         else:
             enclose(plugins.caches(what))
@@ -84,7 +60,7 @@ def serve(
         if device == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(current)
         if reason := spec.unavailable_reason(device):
-            raise UnavailableBackendError(spec.name, reason)
+            raise errors.UnavailableBackendError(spec.name, reason)
         caller = Caller(spec, device, Block(given), Block(taken))
         if spec.is_emulated(device):
             torch.set_num_threads(1)  # it only copies; the emulator has threads of its own
@@ -93,7 +69,7 @@ def serve(
         spec.prepare(device)
         has = spec.has_attention(), spec.has_decode(device)
         answer(Reply(text=msgspec.json.encode(plugins.describe_spec(spec, has)).decode()))
-    except UnknownBackendError as error:
+    except errors.UnknownBackendError as error:
         return answer(Reply("unknown", reasons=error.nearest))
     except BaseException as error:
         return answer(failure(error))
@@ -112,15 +88,9 @@ def _build(spec: BackendSpec, device: str, races: bool) -> None:
             on = getattr(torch, dtype), head_dim, torch.device(device)
             found.append(spec.chooses(*on, 2**power))
     elif races and spec.is_emulated(device):
-        found.append(_race_checked(spec))
-    if errors := ladder.build_all(device, found):
-        raise errors[0]
-
-
-def _race_checked(spec: BackendSpec) -> BackendSpec:
-    """Return a version, built for the emulator to report races."""
-    assert spec.version is not None
-    return ladder.backend(spec.name, spec.family, race_checked(spec.version))
+        found.append(ladder.race_checked(spec))
+    if failed := ladder.build_all(device, found):
+        raise failed[0]
 
 
 class Caller:
@@ -152,58 +122,58 @@ class Caller:
             self._grow(self.taken, message.taken_bytes)
             return self._prepare(message) if message.clock else self._call(message)
         assert timed is not None
-        if isinstance(message, HandOver):
+        if isinstance(message, calls.HandOver):
             timed.hand_over(self.taken.tensor, message.calls)
             return Reply()
-        if isinstance(message, Again):
+        if isinstance(message, calls.Again):
             o = timed.again(message.call, message.total)
             timed.calls.outputs(self.taken.tensor)[message.call].copy_(o)
             return Reply()
-        if isinstance(message, Repeat) and message.chained:
+        if isinstance(message, calls.Repeat) and message.chained:
             seconds, totals = timed.repeat(message.passes)
             timed.calls.sums(self.taken.tensor, len(totals)).copy_(totals)
             return Reply(seconds=seconds)
-        if isinstance(message, Start):
+        if isinstance(message, calls.Start):
             timed.multiply(message.seed)
             seconds = timed.run()
         else:
             seconds = timed.run(message.passes, chained=False)
-        timed.calls.sums(self.taken.tensor).copy_(row_sums(timed.outputs))
+        timed.calls.sums(self.taken.tensor).copy_(calls.row_sums(timed.outputs))
         return Reply(seconds=seconds)
 
-    def _prepare(self, calls: Calls) -> Reply:
+    def _prepare(self, message: Calls) -> Reply:
         """Copy the inputs of calls to time to their places on the device."""
-        on_host = self.given.tensor[calls.place : calls.given_bytes]
-        if self._timed is None or self._timed.calls != calls:
+        on_host = self.given.tensor[message.place : message.given_bytes]
+        if self._timed is None or self._timed.calls != message:
             self._timed = None  # frees its memory first
             block = on_host.to(self.device, copy=True)
-            self._timed = Timed(self._kernel(calls), block, calls, graph=self.spec.cuda_graphs)
+            self._timed = Timed(self._kernel(message), block, message, graph=self.spec.cuda_graphs)
         self._timed.renew(on_host)
         return Reply()
 
-    def _call(self, calls: Calls) -> Reply:
+    def _call(self, message: Calls) -> Reply:
         """Make the calls; copy the outputs, and the inputs as they are now, to the blocks."""
         self._timed = None
-        on_host = [self.given.storage(calls.place + at, size) for at, size in calls.storages]
+        on_host = [self.given.storage(message.place + at, size) for at, size in message.storages]
         # On a GPU, where the allocator decides, this moves those after it.
-        before = torch.empty(calls.place, dtype=torch.uint8, device=self.device)
+        before = torch.empty(message.place, dtype=torch.uint8, device=self.device)
         on_device = [storage.to(self.device, non_blocking=True) for storage in on_host]
-        sets = unpack(on_device, calls.sets)
-        outputs = calls.outputs(self.taken.tensor)
-        kernel = self._kernel(calls)
+        sets = calls.unpack(on_device, message.sets)
+        outputs = message.outputs(self.taken.tensor)
+        kernel = self._kernel(message)
         first: list[Tensor] = []
-        with _context(calls.context):
-            for call, inputs in enumerate(sets[place] for place in calls.order):
+        with _context(message.context):
+            for call, inputs in enumerate(sets[place] for place in message.order):
                 with _poisoned(inputs[0], next(self._poisons)):
                     o = kernel(*inputs)
-                    if calls.context == "graph":
+                    if message.context == "graph":
                         o = _graph(functools.partial(kernel, *inputs))()
                 if o.untyped_storage().data_ptr() in {x.data_ptr() for x in on_device}:
                     return Reply("failed", "its output shares the memory of an input")
                 outputs[call].copy_(o, non_blocking=True)
-                if call < calls.again:
+                if call < message.again:
                     first.append(o)
-            for call, o in enumerate(first, len(calls.order)):
+            for call, o in enumerate(first, len(message.order)):
                 outputs[call].copy_(o, non_blocking=True)
             for host, device in zip(on_host, on_device, strict=True):
                 if host is not device:
@@ -224,17 +194,17 @@ class Caller:
             at, count = block.tensor.data_ptr(), len(block.tensor)
             torch.cuda.check_error(int(cudart.cudaHostRegister(at, count, 0)))
 
-    def _kernel(self, calls: Calls) -> Kernel:
-        spec = self.race_checked if calls.races else self.spec
-        scale = calls.softmax_scale
-        if calls.op == "decode":
+    def _kernel(self, message: Calls) -> Kernel:
+        spec = self.race_checked if message.races else self.spec
+        scale = message.softmax_scale
+        if message.op == "decode":
             return functools.partial(spec.decode, softmax_scale=scale)
-        return functools.partial(spec.attention, softmax_scale=scale, is_causal=calls.is_causal)
+        return functools.partial(spec.attention, softmax_scale=scale, is_causal=message.is_causal)
 
     @functools.cached_property
     def race_checked(self) -> BackendSpec:
         """The version, built to report races."""
-        return _race_checked(self.spec)
+        return ladder.race_checked(self.spec)
 
 
 class Timed:
@@ -245,17 +215,17 @@ class Timed:
     pass is a graph, if the backend allows it.
     """
 
-    def __init__(self, kernel: Kernel, block: Tensor, calls: Calls, *, graph: bool) -> None:
-        self.calls, self._block, self._graph = calls, block, graph and block.is_cuda
-        unpacked = calls.tensors(self._block)
-        self._kernel, self._sets = kernel, [unpacked[place] for place in calls.order]
-        self._weights = chain_weights(self._sets[0][1])
+    def __init__(self, kernel: Kernel, block: Tensor, message: Calls, *, graph: bool) -> None:
+        self.calls, self._block, self._graph = message, block, graph and block.is_cuda
+        unpacked = message.tensors(self._block)
+        self._kernel, self._sets = kernel, [unpacked[place] for place in message.order]
+        self._weights = calls.chain_weights(self._sets[0][1])
         self._dtype = self._sets[0][0].dtype
         self.outputs: list[Tensor] = []
         """Those of the last pass that was not repeated."""
         self._ready: dict[str, Callable[[], Any]] = {}
         if block.is_cuda:  # a first call may compile or allocate, which no graph can capture
-            chain(kernel(*self._sets[0]), self._sets[0][1], self._weights)
+            calls.chain(kernel(*self._sets[0]), self._sets[0][1], self._weights)
             torch.cuda.synchronize()
             self.run()
 
@@ -267,17 +237,17 @@ class Timed:
         on_device = on_host.to("cuda")
         self.run()
         self._block.copy_(on_device)
-        clear_persisting_l2()
+        calls.clear_persisting_l2()
 
     def multiply(self, seed: int) -> None:
         """Multiply all inputs but lengths by factors that the judge has drawn."""
-        multiply(self._block[: self.calls.numbers_bytes], self._dtype, seed)
+        calls.multiply(self._block[: self.calls.numbers_bytes], self._dtype, seed)
 
     def run(self, passes: int = 1, *, chained: bool = True) -> float:
         """Make all calls, `passes` times; return the seconds, and keep the last pass's outputs."""
         self.outputs = []
         one_pass = self._captured(f"chained {chained}", lambda: self.one_pass(chained=chained))
-        seconds, self.outputs = self._timed(one_pass, passes)
+        seconds, self.outputs = clocked(one_pass, passes, on_gpu=self._block.is_cuda)
         return seconds
 
     def repeat(self, passes: int) -> tuple[float, Tensor]:
@@ -293,12 +263,13 @@ class Timed:
                 self.one_pass(totals[first : first + count])
             return totals
 
-        return self._timed(self._captured(f"{passes} passes", all_passes))
+        captured = self._captured(f"{passes} passes", all_passes)
+        return clocked(captured, on_gpu=self._block.is_cuda)
 
     def again(self, call: int, total: int) -> Tensor:
         """Make one call, as after a call with this total_of() its output; return its output."""
         q, k, *more = self._sets[call]
-        set_signs(k, self._weights, total)
+        calls.set_signs(k, self._weights, total)
         return self._kernel(q, k, *more)
 
     def one_pass(self, totals: Tensor | None = None, *, chained: bool = True) -> list[Tensor]:
@@ -308,49 +279,50 @@ class Timed:
             o = self._kernel(*inputs)
             if chained:
                 _, k, *_ = self._sets[(n + 1) % len(self._sets)]
-                chain(o, k, self._weights, None if totals is None else totals[n])
+                calls.chain(o, k, self._weights, None if totals is None else totals[n])
             if totals is None:
                 outputs.append(o)
         return outputs
 
-    def _captured(self, what: str, calls: Callable[[], Any]) -> Callable[[], Any]:
+    def _captured(self, what: str, work: Callable[[], Any]) -> Callable[[], Any]:
         """Return a graph of calls if there is one; else the calls. what: a name for them."""
         if not self._graph:
-            return calls
+            return work
         if what not in self._ready:
-            self._ready[what] = _graph(calls)
+            self._ready[what] = _graph(work)
             self._ready[what]()  # the first replay takes longer
         return self._ready[what]
 
-    def _timed(self, calls: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-        """Make calls several times; return the seconds, and what they returned last."""
-        if not self._block.is_cuda:
-            started = time.perf_counter()
-            for _ in range(times):
-                found = calls()
-            return time.perf_counter() - started, found
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(times):
-            found = calls()
-        end.record()
-        torch.cuda.synchronize()  # all streams
-        return float(start.elapsed_time(end) / 1e3), found
-
-    def hand_over(self, block: Tensor, calls: Sequence[int]) -> None:
+    def hand_over(self, block: Tensor, which: Sequence[int]) -> None:
         """Copy outputs of the last pass to the judge's memory."""
         if self._block.is_cuda:
-            clear_persisting_l2()
+            calls.clear_persisting_l2()
         places = self.calls.outputs(block)
-        for call in calls:
+        for call in which:
             places[call].copy_(self.outputs[call])
 
 
-def _graph(calls: Callable[[], Any]) -> Callable[[], Any]:
+def clocked(work: Callable[[], Result], times: int = 1, *, on_gpu: bool) -> tuple[float, Result]:
+    """Do work several times; return the seconds, by events on a GPU, and what it returned last."""
+    if not on_gpu:
+        started = time.perf_counter()
+        for _ in range(times):
+            found = work()
+        return time.perf_counter() - started, found
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(times):
+        found = work()
+    end.record()
+    torch.cuda.synchronize()  # all streams
+    return float(start.elapsed_time(end) / 1e3), found
+
+
+def _graph(work: Callable[[], Any]) -> Callable[[], Any]:
     """Capture calls in a CUDA graph; return a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = calls()
+        outputs = work()
 
     def replay() -> Any:
         graph.replay()
@@ -374,13 +346,13 @@ def _context(name: Context) -> contextlib.AbstractContextManager[object]:
 
 def failure(error: BaseException) -> Reply:
     """Return the reply that reports an exception."""
-    if isinstance(error, UnsupportedError):
+    if isinstance(error, errors.UnsupportedError):
         return Reply("refused", reasons=error.reasons)
-    if isinstance(error, UnavailableBackendError):
+    if isinstance(error, errors.UnavailableBackendError):
         return Reply("unavailable", error.reason)
-    if isinstance(error, AttentionError | RuntimeError):
-        return Reply("failed", describe_error(error))
-    return Reply("failed", f"it raised {describe(error)}")
+    if isinstance(error, errors.AttentionError | RuntimeError):
+        return Reply("failed", calls.describe_error(error))
+    return Reply("failed", f"it raised {errors.describe(error)}")
 
 
 def poison_freed_memory(like: Tensor, word: str = POISONS[0]) -> None:

@@ -20,14 +20,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from attention_kernels import errors
 from attention_kernels.contract import dtype_name
-from attention_kernels.errors import (
-    AttentionError,
-    KernelError,
-    OutputError,
-    UnavailableBackendError,
-    UnsupportedError,
-)
 from attention_kernels.judge.inputs import Case, Context, DecodeCase, Op
 from attention_kernels.judge.truth import extent
 
@@ -229,14 +223,14 @@ class Reply(msgspec.Struct, frozen=True):
     def check(self, name: str) -> None:
         """Raise the error that the reply reports, if any."""
         if self.status == "refused":
-            raise UnsupportedError(name, [*map(plain, self.reasons)])
+            raise errors.UnsupportedError(name, self.reasons)
         if self.status == "unavailable":
-            raise UnavailableBackendError(name, plain(self.text))
+            raise errors.UnavailableBackendError(name, self.text)
         if self.status == "failed":
-            raise CallError(plain(self.text))
+            raise CallError(self.text)
 
 
-class CallError(AttentionError, RuntimeError):
+class CallError(errors.AttentionError, RuntimeError):
     """A kernel failed in its own process; the text says how."""
 
 
@@ -276,12 +270,6 @@ class Request:
             options["is_causal"] = case.is_causal
         options |= {"softmax_scale": case.softmax_scale, "context": case.context}
         return cls(case.op, sets, **options)
-
-    def outputs(self, block: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Copy the outputs, and the first of them again, from a block that a kernel can change."""
-        found = self.calls.outputs(block[: self.calls.taken_bytes].clone())
-        count = len(self.calls.order)
-        return found[:count], found[count:]
 
     def some_outputs(self, block: Tensor, which: Sequence[int]) -> list[Tensor]:
         """Copy the outputs of some calls from a block that a kernel can change."""
@@ -428,17 +416,11 @@ def bits(x: Tensor) -> Tensor:
 def describe_error(error: BaseException) -> str:
     """Return a kernel's exception in one line, without the backend's name."""
     cause = error.__cause__
-    if isinstance(error, KernelError) and cause and _OP.search(str(cause)):
+    if isinstance(error, errors.KernelError) and cause and _OP.search(str(cause)):
         error = cause  # the emulator's or CUDA's own message, which names the place
     line = " ".join(str(error).splitlines()[:1])
     words = _OP.sub("", line, count=1)
-    if isinstance(error, KernelError | OutputError):
+    if isinstance(error, errors.KernelError | errors.OutputError):
         words = re.sub(r"^attention backend \w+ ", "it ", words)
-    kind = "" if isinstance(error, AttentionError) or words != line else f"{type(error).__name__}: "
-    return kind + words
-
-
-def plain(text: str) -> str:
-    """Return one line without control characters, which could hide on a terminal what failed."""
-    line = " ".join(text.expandtabs().splitlines())
-    return "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in line)
+    is_clear = isinstance(error, errors.AttentionError) or words != line
+    return words if is_clear else f"{type(error).__name__}: {words}"

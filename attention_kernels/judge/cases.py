@@ -123,10 +123,11 @@ def ordered_cases(
 ) -> Ordered:
     """Return every case of attention or of decode, those that try the most for their cost first.
 
-    share: stop when this share of all parts is covered. has_groups: also cases with fewer key
-    heads. is_aligned: none off multiples of 16 bytes. contexts: one is drawn for each case.
+    head_dims: ANY_HEAD_DIM if there are none. share: stop when this share of all parts is covered.
+    has_groups: also cases with fewer key heads. is_aligned: none off multiples of 16 bytes.
+    contexts: one is drawn for each case.
     """
-    is_decode = op == "decode"
+    is_decode, head_dims = op == "decode", head_dims or ANY_HEAD_DIM
     fixed: list[Case | DecodeCase] = []
     for dtype in dtypes:
         if is_decode:
@@ -290,13 +291,18 @@ def _decode_case(chosen: dict[str, Any], draw: random.Random, seed: int) -> Deco
     return DecodeCase(seed=seed, lengths=tuple(rows), max_seqlen=max_seqlen, **chosen)
 
 
-def with_few_shapes(found: Ordered, of_range: int = OF_RANGE) -> Ordered:
+def shapes_of_range(spec: BackendSpec) -> int:
+    """Return of how many shapes of each dtype and range a backend that compiles each is tried."""
+    return OF_RANGE if spec.is_ours else OF_RANGE_IF_SAID
+
+
+def with_few_shapes(found: Ordered, spec: BackendSpec) -> Ordered:
     """Return cases of a few shapes: for each dtype, some with lengths of each COMPILED_RANGES.
 
     The shapes are of the first cases, and have as many head_dims as possible. The cases of a dtype
     take its shapes in turn, and keep their values, layout and scales, so they remain as many.
     """
-    head_dims = {case.head_dim for case, _ in found}
+    head_dims, of_range = {case.head_dim for case, _ in found}, shapes_of_range(spec)
     shapes: dict[torch.dtype, dict[range, list[dict[str, Any]]]] = {}
     for case, _ in found:
         of_dtype = shapes.setdefault(case.dtype, {x: [] for x in COMPILED_RANGES})

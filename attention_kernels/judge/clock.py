@@ -21,6 +21,7 @@ of the repeated calls. The judge measures what the chain takes and subtracts it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 import statistics
 import time
@@ -31,19 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels.errors import RejectedTimeError
+from attention_kernels.judge import calls
 from attention_kernels.judge.caller import Timed
-from attention_kernels.judge.calls import (
-    Request,
-    chain,
-    chain_weights,
-    clear_persisting_l2,
-    multiply,
-    row_sums,
-    set_signs,
-)
+from attention_kernels.judge.calls import Request
 from attention_kernels.judge.inputs import Case, DecodeCase, Kind
 from attention_kernels.judge.suite import judge_rows
-from attention_kernels.judge.worker import RejectedTimeError, Runner, Timing
+from attention_kernels.judge.worker import Runner, Timing
 
 # The share by which the judge's clock may exceed the worker's, and repeated calls the first ones.
 # Other processes share a CPU, and interrupt long work more often than short work.
@@ -73,11 +68,11 @@ FLUSHED_BYTES, CHAIN_RUNS = 2**28, 9  # of memory, to empty the L2 before each r
 
 
 class Numbers:
-    """Inputs of timed calls: sets of one case, with new numbers in each round."""
+    """Inputs of timed calls on a device: sets of one case, with new numbers in each round."""
 
-    def __init__(self, case: Case | DecodeCase, sets: int) -> None:
-        self.case, self.sets = case, sets
-        self._round, self._checks_s, self._chain_s = 0, 0.0, 0.0
+    def __init__(self, case: Case | DecodeCase, sets: int, device: str) -> None:
+        self.case, self.sets, self.device = case, sets, device
+        self._round = 0
         self._requests: dict[bool, Request] = {}
 
     def request(self, number: int, *, contiguous: bool) -> Request:
@@ -102,46 +97,44 @@ class Numbers:
             self._requests[contiguous] = Request.of(case, inputs, order=order, clock=True)
         return self._requests[contiguous]
 
-    def checks_s(self, device: str) -> float:
-        """Return how many seconds the factors and the row_sums() of a sample take."""
-        if not self._checks_s:
-            calls = next(iter(self._requests.values())).calls
-            numbers, block = (
-                torch.zeros(size, dtype=torch.uint8, device=device)
-                for size in (calls.numbers_bytes, calls.taken_bytes)
-            )
-            outputs = calls.outputs(block)
+    @functools.cached_property
+    def checks_s(self) -> float:
+        """The seconds that the factors and the row_sums() of a sample take."""
+        timed = next(iter(self._requests.values())).calls
+        numbers, block = (
+            torch.zeros(size, dtype=torch.uint8, device=self.device)
+            for size in (timed.numbers_bytes, timed.taken_bytes)
+        )
+        outputs = timed.outputs(block)
 
-            def seconds() -> float:
-                started = time.perf_counter()
-                multiply(numbers, self.case.dtype, seed=0)
-                row_sums(outputs).cpu()
-                return time.perf_counter() - started
+        def seconds() -> float:
+            started = time.perf_counter()
+            calls.multiply(numbers, self.case.dtype, seed=0)
+            calls.row_sums(outputs).cpu()
+            return time.perf_counter() - started
 
-            self._checks_s = statistics.median(seconds() for _ in range(3))
-        return self._checks_s
+        return statistics.median(seconds() for _ in range(3))
 
-    def chain_s(self, device: str) -> float:
-        """Return how many seconds of a pass the chain takes, with nothing of k in the L2.
+    @functools.cached_property
+    def chain_s(self) -> float:
+        """The seconds of a pass that the chain takes, with nothing of k in the L2.
 
         On CUDA, it is that of a graph also where the backend allows none, where the host may take
         longer to launch three kernels: so no backend's time gets too short.
         """
-        if not self._chain_s:
-            calls = next(iter(self._requests.values())).calls
-            block = torch.zeros(calls.given_bytes, dtype=torch.uint8, device=device)
-            o = torch.zeros(calls.sets[0][0].shape, dtype=self.case.dtype, device=device)
-            chain = Timed(lambda *_: o, block, calls, graph=True)
-            size, passes = (FLUSHED_BYTES, 1) if device == "cuda" else (0, 10)
-            flushed = torch.empty(size, dtype=torch.uint8, device=device)
+        timed = next(iter(self._requests.values())).calls
+        block = torch.zeros(timed.given_bytes, dtype=torch.uint8, device=self.device)
+        o = torch.zeros(timed.sets[0][0].shape, dtype=self.case.dtype, device=self.device)
+        alone = Timed(lambda *_: o, block, timed, graph=True)
+        size, passes = (FLUSHED_BYTES, 1) if self.device == "cuda" else (0, 10)
+        flushed = torch.empty(size, dtype=torch.uint8, device=self.device)
 
-            def seconds() -> float:
-                flushed.zero_()
-                return chain.run(passes) / passes
+        def seconds() -> float:
+            flushed.zero_()
+            return alone.run(passes) / passes
 
-            # The least: noise only adds to it, and would make the times of calls shorter.
-            self._chain_s = min(seconds() for _ in range(CHAIN_RUNS))
-        return self._chain_s
+        # The least: noise only adds to it, and would make the times of calls shorter.
+        return min(seconds() for _ in range(CHAIN_RUNS))
 
 
 class Clock:
@@ -165,7 +158,7 @@ class Clock:
         contiguous, device = self.runner.spec.needs_contiguous, self.runner.device
         request = self.numbers.request(len(self._timings) + 1, contiguous=contiguous)
         if device == "cuda":
-            clear_persisting_l2()
+            calls.clear_persisting_l2()
         found = self.runner.time(request, self._timings[-1].passes if self._timings else 1)
         self._timings.append(found)
         self._judge_all(request, found)
@@ -175,7 +168,7 @@ class Clock:
         if device == "cpu":
             seconds = found.often_outside
             if not found.is_reproducible:  # nothing proves that all of those calls were made
-                seconds = found.once_outside - self.numbers.checks_s(device)
+                seconds = found.once_outside - self.numbers.checks_s
         us = self._us(seconds)
         if us < self.floor_us or us <= 0:
             raise RejectedTimeError(
@@ -186,7 +179,7 @@ class Clock:
 
     def _us(self, seconds: float) -> float:
         """Return the microseconds of a call, given the seconds of a pass with its chain."""
-        return (seconds - self.numbers.chain_s(self.runner.device)) * 1e6 / self.numbers.sets
+        return (seconds - self.numbers.chain_s) * 1e6 / self.numbers.sets
 
     def check(self) -> None:
         """Compare the clocks over all samples, and note what else the times say.
@@ -205,7 +198,7 @@ class Clock:
         once, often = all_of("once"), all_of("often")
         once_outside, often_outside = all_of("once_outside"), all_of("often_outside")
         answer = ANSWER_S[device] / statistics.median(all_of("passes"))
-        checked = CHECKED_ANSWER_S[device] + self.numbers.checks_s(device)
+        checked = CHECKED_ANSWER_S[device] + self.numbers.checks_s
         repeated = statistics.median(often_outside)
         # No more than a share: a kernel can make its times vary.
         spread = min(DEVIATIONS * _deviation(often_outside), OUTSIDE["cuda"] * repeated)
@@ -254,15 +247,15 @@ class Clock:
     def _judge_all(self, request: Request, timing: Timing) -> None:
         """Judge all calls with new numbers, and some others."""
         sets = request.multiplied(timing.seed)
-        weights, outputs = chain_weights(sets[0][1]), timing.outputs
+        weights, outputs = calls.chain_weights(sets[0][1]), timing.outputs
         for o, (_, k, *_) in zip(outputs, sets[1:], strict=False):
-            chain(o, k, weights)
+            calls.chain(o, k, weights)
         self._judge(sets, outputs)
         if timing.unchained:
-            chain(outputs[-1], sets[0][1], weights)
+            calls.chain(outputs[-1], sets[0][1], weights)
             self._judge([sets[n] for n in timing.unchained], [*timing.unchained.values()])
         for again in timing.again:
-            set_signs(sets[again.call][1], weights, again.before)
+            calls.set_signs(sets[again.call][1], weights, again.before)
             self._judge([sets[again.call]], [again.output])
 
     def _judge(self, sets: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:

@@ -57,9 +57,7 @@ def keep_plugins_out() -> None:
 
     Each is imported in a process of its own. Does nothing if this process has imported them.
     """
-    if registry.is_discovered():
-        return
-    registry.adopt([spec for each in registry.plugins() for spec in _described(each.value)])
+    registry.adopt(lambda: [x for each in registry.plugins() for x in _described(each.value)])
 
 
 def find(what: str) -> BackendSpec:

@@ -29,7 +29,7 @@ import torch
 from attention_kernels.child import end_with_parent, ending, start_server
 from attention_kernels.errors import AttentionError
 from attention_kernels.judge import isolation
-from attention_kernels.judge.calls import Reply, plain
+from attention_kernels.judge.calls import Reply
 
 ENDING_TIMEOUT_S = 10.0  # for a process that has closed its end of the pipe
 LOADING_TIMEOUT_S = 1800.0  # for imports and a build with nvcc
@@ -195,6 +195,12 @@ def decoded(message: str, kind: Any) -> Any:
     Raises msgspec.DecodeError or RecursionError.
     """
     return msgspec.json.decode(plain(_SPACE.sub(" ", message)), type=kind)
+
+
+def plain(text: str) -> str:
+    """Return one line without control characters, which could hide on a terminal what failed."""
+    line = " ".join(text.expandtabs().splitlines())
+    return "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in line)
 
 
 def _forward(output: int) -> None:

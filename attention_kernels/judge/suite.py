@@ -35,15 +35,7 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.errors import ArgumentError, AttentionError, UnsupportedError
 from attention_kernels.judge.caller import threads
 from attention_kernels.judge.calls import ALIGNMENT, Outputs, Request, bits, describe_error
-from attention_kernels.judge.cases import (
-    ANY_HEAD_DIM,
-    LARGEST_WORK,
-    OF_RANGE,
-    OF_RANGE_IF_SAID,
-    fitted,
-    ordered_cases,
-    with_few_shapes,
-)
+from attention_kernels.judge.cases import LARGEST_WORK, fitted, ordered_cases, with_few_shapes
 from attention_kernels.judge.inputs import LARGE, Case, Context, DecodeCase, Op, own_seed
 from attention_kernels.judge.process import EndedError, Judges
 from attention_kernels.judge.truth import Truth, Verdict, check_precision, extent, truth
@@ -88,7 +80,7 @@ Check: TypeAlias = tuple[What, Callable[[], Steps]]
 def run_case(spec: BackendSpec, case: Case | DecodeCase, device: torch.device | str) -> Verdict:
     """Run one case in this process and judge its output; a changed input is a failure.
 
-    Raises the errors of Runner.receive().
+    Raises the errors of Runner.call().
     """
     runner = Runner(spec, str(device))
     return run_check(runner, judged(runner, case))  # type: ignore[return-value]
@@ -436,7 +428,7 @@ def cases_for(
         "is_aligned": spec.version is not None or spec.chooses is not None,
     }
     has: dict[Op, bool] = {"attention": runner.has_attention, "decode": runner.has_decode}
-    arguments = spec.head_dims or ANY_HEAD_DIM, tuple(dtypes), seed
+    arguments = spec.head_dims, tuple(dtypes), seed
     found = [_ordered_cases(op, *arguments, **options) for op, has_it in has.items() if has_it]
 
     def is_fair(case: Case | DecodeCase) -> bool:
@@ -444,7 +436,7 @@ def cases_for(
         return case.scale < 1e3 or spec.precisions[dtype_name(case.dtype)] != "tf32"
 
     if has_few_shapes:
-        found = [with_few_shapes(of_op, shapes_of_range(spec)) for of_op in found]
+        found = [with_few_shapes(of_op, spec) for of_op in found]
     both, draw = [*heapq.merge(*found, key=lambda pair: pair[1])], random.Random(f"order {seed}")
     places = sorted(range(len(both)), key=lambda n: n + draw.uniform(0, WINDOW))
     drawn = [both[n] for n in places]
@@ -456,11 +448,6 @@ def cases_for(
 def _is_inference(case: Case | DecodeCase) -> bool:
     """Return whether a case runs last: a buffer that a kernel keeps since then is for no other."""
     return case.context == "inference_mode"
-
-
-def shapes_of_range(spec: BackendSpec) -> int:
-    """Return of how many shapes of each dtype and range a backend that compiles each is tried."""
-    return OF_RANGE if spec.is_ours else OF_RANGE_IF_SAID
 
 
 def checks_of(
@@ -533,7 +520,8 @@ def verify(
             stack.enter_context(contextlib.closing(driver))
             runner.load()
         except EndedError as error:
-            report = Report(registry.stand_in(str(what)), device, seed)
+            stand_in = registry.unavailable(str(what).upper(), "", "")
+            report = Report(registry.registered(str(what)) or stand_in, device, seed)
             report.note("loading it", error)
             return report
         report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)

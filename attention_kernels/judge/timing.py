@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from attention_kernels.errors import ArgumentError, UnsupportedError
+from attention_kernels.errors import ArgumentError, RejectedTimeError, UnsupportedError
 from attention_kernels.judge.clock import Clock, Numbers
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import judged, run_check
 from attention_kernels.judge.truth import check_precision
-from attention_kernels.judge.worker import TIMEOUT_S, RejectedTimeError, open_runner
+from attention_kernels.judge.worker import TIMEOUT_S, open_runner
 from attention_kernels.registry import BackendSpec
 
 MIN_ROTATED_BYTES = 96 * 2**20
@@ -63,7 +63,8 @@ def time_kernel(
         verdict = run_check(runner, judged(runner, case))
         if not verdict.passed:  # type: ignore[union-attr]
             raise RejectedTimeError(f"its output is wrong: {verdict}")
-        clock = Clock(runner, Numbers(case, sets_of(case, runner.device)), floor_us=floor_us)
+        numbers = Numbers(case, sets_of(case, runner.device), runner.device)
+        clock = Clock(runner, numbers, floor_us=floor_us)
         found = [clock.sample() for _ in range(samples + 1)][1:]
         clock.check()
     return Time(tuple(found), statistics.median(found), (min(found), max(found)))

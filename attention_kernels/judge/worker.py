@@ -24,9 +24,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from attention_kernels import ladder, registry
+from attention_kernels import errors, ladder, registry
 from attention_kernels.child import check_time_limit
-from attention_kernels.errors import AttentionError, UnavailableBackendError, UnknownBackendError
+from attention_kernels.errors import RejectedTimeError, UnavailableBackendError, UnknownBackendError
 from attention_kernels.judge import caller, calls, isolation, plugins, process
 from attention_kernels.judge.process import LOADING_TIMEOUT_S, EndedError, Process, shared_memory
 from attention_kernels.registry import BackendSpec
@@ -38,10 +38,6 @@ REPEATED_S = {"cuda": 0.02, "cpu": 0.5}
 # How many of the repeated calls are made again in a sample; how many times, if the output differs.
 CHECKED, ALIKE = 4, 4
 _WRONG_FACTS = msgspec.DecodeError, ValueError, RecursionError
-
-
-class RejectedTimeError(AttentionError):
-    """A measured time that does not count; the text is the rule that it broke, with its figures."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +115,8 @@ class Runner:
         Raises UnavailableBackendError, or EndedError if that ends its process.
         """
 
-    def send(self, request: calls.Request) -> None:
-        """Start on a request."""
+    def _send(self, request: calls.Request) -> None:
+        """Send a request, and wait until its calls have been made, or prepared to be timed."""
         self._request = request
         self.calls += len(request.calls.order)
         self._given.grow(request.calls.given_bytes)
@@ -128,22 +124,19 @@ class Runner:
         given = slice(request.calls.place, request.calls.given_bytes)
         self._given.tensor[given] = request.block
         self._say(request.calls)
+        self._reply()
 
-    def receive(self) -> calls.Outputs:
-        """Return the outputs of the request that was sent.
+    def call(self, request: calls.Request) -> calls.Outputs:
+        """Make the calls of a request, and return their outputs.
 
         Raises UnsupportedError, UnavailableBackendError, CallError or EndedError.
         """
-        self._reply()
-        request = self._request
-        outputs, again = request.outputs(self._taken.tensor)
-        after = self._given.tensor[request.calls.place : request.calls.given_bytes].clone()
-        return calls.Outputs(outputs, again, request, after)
-
-    def call(self, request: calls.Request) -> calls.Outputs:
-        """Send a request and receive its outputs."""
-        self.send(request)
-        return self.receive()
+        self._send(request)
+        asked, count = request.calls, len(request.calls.order)
+        # Copies: a kernel can change the blocks.
+        outputs = asked.outputs(self._taken.tensor[: asked.taken_bytes].clone())
+        after = self._given.tensor[asked.place : asked.given_bytes].clone()
+        return calls.Outputs(outputs[:count], outputs[count:], request, after)
 
     def time(self, request: calls.Request, passes: int = 1) -> Timing:
         """Time the calls of a request once and then several times, by two clocks.
@@ -152,10 +145,9 @@ class Runner:
         cannot compute an output earlier. With the word that they have ended come sums that bind all
         outputs: of the repeated calls, which each follow from the one before, some are made again.
         passes: a guess of how many last REPEATED_S. Raises RejectedTimeError if the outputs that
-        count are not as promised, and the errors of receive().
+        count are not as promised, and the errors of call().
         """
-        self.send(request)
-        self._reply()
+        self._send(request)
         seed, count = secrets.randbelow(2**62), len(request.calls.order)
         once, once_outside = self._timed(calls.Start(seed))
         outputs = self._handed_over(range(count))
@@ -311,7 +303,7 @@ class Worker(Runner):
             self._process.close()
             for block in memory:
                 block.close()
-            if isinstance(error, AttentionError) or not isinstance(error, _WRONG_FACTS):
+            if isinstance(error, errors.AttentionError) or not isinstance(error, _WRONG_FACTS):
                 raise
             raise EndedError(f"it describes itself wrongly: {error}") from error
 

@@ -10,18 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attention_kernels.ladder.op import (
-        backend,
-        build_all,
-        families,
-        is_prebuilt,
-        known,
-        predecessors,
-        register_ladder,
-        resolve,
-        resolve_all,
-        versions,
-    )
+    from attention_kernels.ladder.op import *
 
 __all__ = [
     "backend",
@@ -30,6 +19,7 @@ __all__ = [
     "is_prebuilt",
     "known",
     "predecessors",
+    "race_checked",
     "register_ladder",
     "resolve",
     "resolve_all",

@@ -43,6 +43,9 @@ NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9])(a?))?")
 # The multiple of its precision class's budget that a version needs, and why.
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
 
+STRING = re.compile(r'R"(\w*)\((?s:(.*?))\)\1"|("(?:\\.|[^"\\])*")')
+TOKEN = re.compile(STRING.pattern + r"|'(?:\\.|[^'\\])*'|[][(){}:,;]")
+
 # What an Only consists of that the judge can evaluate, which has the same meaning in C++.
 _FORMULA = (
     *(ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.Load),
@@ -276,11 +279,13 @@ def calls_of(entry: str) -> list[tuple[str, list[str], str]]:
     Raises HeaderError.
     """
     calls = []
-    for call in filter(None, map(str.strip, split(entry, ";"))):
+    pieces, end = split(entry, ";")
+    pieces[-1] += entry[end:]  # a bracket too many, which the compiler will name
+    for call in filter(None, map(str.strip, pieces)):
         found = re.fullmatch(
             r"([\w:]+\s*(?:<(?!<<).*?>)?)\s*(?:<<<(.*?)>>>)?\s*\((.*)\)", call, re.S
         )
-        settings = split(found[2] or "", ",") if found else []
+        settings = split(found[2] or "", ",")[0] if found else []
         if not found or (found[2] is not None and not 2 <= len(settings) <= 4):
             raise HeaderError(
                 "Entry must be calls such as `attn(q, k, v, o, N)` or `attn<D><<<dim3(N, B * H), "
@@ -290,16 +295,22 @@ def calls_of(entry: str) -> list[tuple[str, list[str], str]]:
     return calls
 
 
-def split(text: str, separator: str) -> list[str]:
-    """Split at a separator that is in no brackets."""
-    parts, depth = [""], 0
-    for c in text:
-        depth += (c in "([{") - (c in ")]}")
-        if c == separator and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += c
-    return parts
+def split(text: str, separator: str, at: int = 0) -> tuple[list[str], int]:
+    """Split C++ at a separator that is in no brackets and no string.
+
+    It begins at a place in the text and ends before a closing bracket that has no opening one.
+    Returns the pieces and the place where the last one ends.
+    """
+    pieces: list[str] = []
+    depth, begin = 0, at
+    for token in TOKEN.finditer(text, at):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if depth < 0:
+            return [*pieces, text[begin : token.start()]], token.start()
+        if token[0] == separator and depth == 0:
+            pieces.append(text[begin : token.start()])
+            begin = token.end()
+    return [*pieces, text[begin:]], len(text)
 
 
 def _fields(lines: Iterable[str]) -> dict[str, str]:

@@ -22,20 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_kernels import registry
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.ladder import build, compilers, header, prebuilt
 from attention_kernels.ladder.compilers import TARGETS, BuildError
 from attention_kernels.ladder.header import HeaderError, VersionHeader
-from attention_kernels.registry import (
-    BackendSpec,
-    add,
-    get_backend,
-    list_backends,
-    registered,
-    unavailable,
-    untraced,
-)
+from attention_kernels.registry import BackendSpec, untraced
 
 SCHEMAS = {
     "attention": "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor",
@@ -74,11 +67,11 @@ def register_ladder(
     for version in header.in_order(found):
         try:
             header.check_start(version, found)
-            add(backend(name(version.path), family, version))
+            registry.add(backend(name(version.path), family, version))
         except HeaderError as error:
             broken[version.path] = str(error)
     for path, reason in broken.items():
-        add(unavailable(name(path), family, reason, ("cuda", "cpu")))
+        registry.add(registry.unavailable(name(path), family, reason, ("cuda", "cpu")))
 
 
 def resolve(what: str) -> BackendSpec:
@@ -88,14 +81,14 @@ def resolve(what: str) -> BackendSpec:
     file is not a valid version.
     """
     if not (isinstance(what, str) and what.endswith(".cu")):
-        return get_backend(what)
+        return registry.get_backend(what)
     version = header.of_file(Path(what))
     return backend(version.label.upper(), "file", version)
 
 
 def known(what: str) -> BackendSpec | None:
     """Return a backend or a version file's; None if only a plug-in can have that name."""
-    return resolve(what) if what.endswith(".cu") else registered(what)
+    return resolve(what) if what.endswith(".cu") else registry.registered(what)
 
 
 def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
@@ -112,7 +105,7 @@ def versions(family: str | None = None) -> dict[str, VersionHeader]:
     """Return the headers of all registered version files, or of one family, by backend name."""
     return {
         spec.name: spec.version
-        for spec in list_backends()
+        for spec in registry.list_backends()
         if spec.version is not None and family in (None, spec.family)
     }
 
@@ -131,7 +124,8 @@ def predecessors(versions: Mapping[str, VersionHeader]) -> dict[str, str | None]
 
 def families() -> list[str]:
     """Return the families that have version files, in order of registration."""
-    return list(dict.fromkeys(spec.family for spec in list_backends() if spec.version is not None))
+    specs = registry.list_backends()
+    return [*dict.fromkeys(spec.family for spec in specs if spec.version is not None)]
 
 
 def build_all(device_type: str, specs: Iterable[BackendSpec]) -> list[BuildError]:
@@ -196,6 +190,12 @@ def backend(name: str, family: str, version: VersionHeader) -> BackendSpec:
         cuda_graphs=not version.entry or "<<<" in version.entry,
         version=version,
     )
+
+
+def race_checked(spec: BackendSpec) -> BackendSpec:
+    """Return the backend of the same version file, built for the emulator to report races."""
+    assert spec.version is not None
+    return backend(spec.name, spec.family, header.race_checked(spec.version))
 
 
 def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,6 +325,16 @@ def c_struct(*fields: tuple[Any, str]) -> type[ctypes.Structure]:
         _fields_ = tuple((name, kind) for kind, names in fields for name in names.split())
 
     return Struct
+
+
+def launch(op: Callable[..., Any], on: Tensor, kind: type[ctypes.Structure], **fields: Any) -> None:
+    """Run the op of a version whose role is struct, on a tensor's device.
+
+    kind: the struct of its parameters. fields: those to set, the others are 0; a tensor stands for
+    its address.
+    """
+    plain = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()}
+    op(on, torch.frombuffer(kind(**plain), dtype=torch.uint8))
 
 
 def _registered(version: VersionHeader) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attention_kernels.ladder.compilers import BuildError
-from attention_kernels.ladder.header import CSRC
+from attention_kernels.ladder.header import CSRC, STRING, split
 
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*)*\(")
 # What needs a translation, or only inline_ptx.h, besides asm.
@@ -56,8 +56,6 @@ MEMBER = re.compile(
     r"(\.|->)\s*\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)"
 )
 MARKER = re.compile(r'^# (\d+) "([^"\n]*)"((?: \d)*)\n', re.M)
-STRING = re.compile(r'R"(\w*)\((?s:(.*?))\)\1"|("(?:\\.|[^"\\])*")')
-TOKEN = re.compile(STRING.pattern + r"|'(?:\\.|[^'\\])*'|[][(){}:,]")
 STATEMENT = re.compile(r"\s*(?:([{}])|([\w$%]+)\s*:(?!:)|([^;]+);|(\S))")
 GUARDED = re.compile(r"(?:@(!?)([\w$%]+)\s+)?(\S+)\s*(.*)", re.S)
 OPERAND = re.compile(r"([\[{]?)(\w)[]}]?\|?(\w?)(\??)(?::([^=\s]+))?(?:=(\S+))?")
@@ -151,7 +149,7 @@ def translate(text: str, own: Path) -> str:
         if not marker:
             continue
         file, line = marker[2], _line(marker, found)
-        sections, close = _pieces(text, found.end(), ":")
+        sections, close = split(text, ":", found.end())
         try:
             code = _Asm(sections, number, f'"{file}", {line}').code
         except _RefusedError as error:
@@ -160,7 +158,7 @@ def translate(text: str, own: Path) -> str:
             line = int(inner[1]) - text.count("\n", found.start(), inner.end())
         line += text.count("\n", found.start(), close)
         parts += [text[end : found.start()], code, f'\n# {line} "{file}"\n']
-        end = close
+        end = close + 1
     text = DYNAMIC.sub(_pointer, "".join([*parts, text[end:]]))
     text = STATIC.sub(_static, ALIGNED.sub(r"\1 static thread_local", text))
     text = NOINLINE.sub("__attribute__((noinline))", text)
@@ -227,23 +225,6 @@ def _pointer(found: re.Match[str]) -> str:
     alignment = next(filter(None, alignments), "128")
     memory = f"::attention::emulator::this_fiber().block->shared.align({alignment})"
     return f"{kind}* const {name} = reinterpret_cast<{kind}*>({memory});"
-
-
-def _pieces(text: str, at: int, separator: str) -> tuple[list[str], int]:
-    """Split what is up to a closing parenthesis; return the pieces and where it ends."""
-    pieces: list[str] = []
-    depth, begin = 0, at
-    for token in TOKEN.finditer(text, at):
-        if token[0] in ("(", "[", "{"):
-            depth += 1
-        elif token[0] in (")", "]", "}"):
-            depth -= 1
-            if depth < 0:
-                return [*pieces, text[begin : token.start()]], token.end()
-        elif token[0] == separator and depth == 0:
-            pieces.append(text[begin : token.start()])
-            begin = token.end()
-    return [*pieces, text[begin:]], len(text)
 
 
 class _Asm:
@@ -435,4 +416,4 @@ class _Asm:
 
 
 def _operands(sections: Sequence[str]) -> list[str]:
-    return [one for text in sections for one in _pieces(text, 0, ",")[0] if one.strip()]
+    return [one for text in sections for one in split(text, ",")[0] if one.strip()]

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from attention_kernels.errors import RejectedTimeError
 from gpt2_infer.batch import Settings
 from gpt2_infer.batch.job import load
 from gpt2_infer.bench import models
 from gpt2_infer.bench.record import BatchCell, Row
-from gpt2_infer.bench.study import BatchStudy, Contender, RejectedError, Subject
+from gpt2_infer.bench.study import BatchStudy, Contender, Subject
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.request import Request
@@ -95,7 +96,7 @@ def _ours(
         row.extra["same_rows"] = same / len(first)
     for index, one in done.items():
         if isinstance(one, str):
-            raise RejectedError(one)
+            raise RejectedTimeError(one)
         expected.setdefault(index, one.tokens)
     return {"time": seconds, "generation": seconds - engine.set_up_s}
 
@@ -110,12 +111,11 @@ def _padded(
         for begin in range(0, len(items), batch):
             indices, rows = zip(*items[begin : begin + batch], strict=True)
             longest = max(map(len, rows))
-            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-            tokens = models.generated(
-                reference, ids.to(device), new_tokens, mask=mask.to(device)
-            ).tolist()
-            done.update(zip(indices, tokens, strict=True))
+            padded = [[-1] * (longest - len(row)) + row for row in rows]
+            ids = torch.tensor(padded, device=device)
+            mask = (ids >= 0).long()
+            tokens = models.generated(reference, ids.clamp(min=0), new_tokens, mask=mask)
+            done.update(zip(indices, tokens.tolist(), strict=True))
 
     _, seconds = models.timed(device, run)
     _compare(done, row, expected)
@@ -127,7 +127,7 @@ def _generate_batch(
 ) -> dict[str, float]:
     """Time transformers' continuous batching; its warm-up is not part of the timed rounds.
 
-    Raises RejectedError with one sentence if it cannot run.
+    Raises RejectedTimeError with one sentence if it cannot run.
     """
     from transformers import GenerationConfig
 
@@ -148,13 +148,13 @@ def _generate_batch(
         found, seconds = models.timed(reference.device, run)
     except Exception as error:
         text = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RejectedError(f"generate_batch cannot run here: {text}") from error
+        raise RejectedTimeError(f"generate_batch cannot run here: {text}") from error
     texts = [one.generated_tokens for one in found.values()]
     complete = sum(len(text) == new_tokens for text in texts)
     if complete < len(prompts):
         errors = {one.error.splitlines()[0] for one in found.values() if one.error}
-        why = f": {min(errors)}" if errors else ""
-        raise RejectedError(f"generate_batch completed {complete} of {len(prompts)} prompts{why}")
+        what = f"{complete} of {len(prompts)} prompts" + (f": {min(errors)}" if errors else "")
+        raise RejectedTimeError(f"generate_batch completed {what}")
     _compare(dict(zip(prompts, texts, strict=True)), row, expected)
     return {"time": seconds}
 

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention_kernels.errors import RejectedTimeError
 from gpt2_infer.bench import models
 from gpt2_infer.bench.limits import read_bandwidth
 from gpt2_infer.bench.record import DecodeCell, Row
-from gpt2_infer.bench.study import Contender, DecodeStudy, RejectedError, Subject
+from gpt2_infer.bench.study import Contender, DecodeStudy, Subject
 from gpt2_infer.checkpoint import DEMO_MODEL, resolve_device
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import generate
@@ -108,7 +109,7 @@ class Decoding(Subject[DecodeCell]):
 def _sample(run: Callable[[], Text], expected: list[list[int]] | None) -> Mapping[str, float]:
     tokens, figures = run()
     if expected is not None and tokens != expected:
-        raise RejectedError("its text changes from run to run")
+        raise RejectedTimeError("its text changes from run to run")
     return figures
 
 

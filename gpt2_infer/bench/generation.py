@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention_kernels import BackendSpec
 from attention_kernels.contract import Kernels
+from attention_kernels.errors import RejectedTimeError
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import KERNEL_ERRORS
 from attention_kernels.judge.truth import check_precision
@@ -19,7 +20,7 @@ from attention_kernels.judge.worker import open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
-from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, RejectedError, Subject
+from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, Subject
 from gpt2_infer.checkpoint import resolve_device
 from gpt2_infer.diverge import examine
 from gpt2_infer.errors import RequestError
@@ -149,14 +150,14 @@ def _write(
 def _sample(
     row: Row, call: Callable[[], Generation], expected: list[list[int]] | None, device: torch.device
 ) -> dict[str, float]:
-    """Take one sample; raises RejectedError if the text changes or the kernel raises."""
+    """Take one sample; raises RejectedTimeError if the text changes or the kernel raises."""
     try:
         done, seconds = models.timed(device, call)
     except KERNEL_ERRORS as error:
         selection.record_failure(row, error, device.type)
-        raise RejectedError(f"while it was timed: {row.reason}") from error
+        raise RejectedTimeError(f"while it was timed: {row.reason}") from error
     if expected is not None and done.tokens != expected:
-        raise RejectedError("its text changes from run to run")
+        raise RejectedTimeError("its text changes from run to run")
     return {"call": seconds, "generation": done.generation_s}
 
 

@@ -10,16 +10,17 @@ from collections.abc import Iterator
 import torch
 
 from attention_kernels import BackendSpec
+from attention_kernels.errors import RejectedTimeError
 from attention_kernels.judge.clock import Clock, Numbers
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.plugins import keep_plugins_out
 from attention_kernels.judge.suite import KERNEL_ERRORS
 from attention_kernels.judge.timing import sets_of
 from attention_kernels.judge.truth import check_precision
-from attention_kernels.judge.worker import RejectedTimeError, Runner, open_runner
+from attention_kernels.judge.worker import Runner, open_runner
 from gpt2_infer.bench import limits, selection
 from gpt2_infer.bench.record import KernelCell, Row
-from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, RejectedError, Subject
+from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, Subject
 from gpt2_infer.errors import RequestError
 
 # How much faster than a copy, or than the fastest product measured here, a kernel may be.
@@ -66,7 +67,7 @@ class Kernels(Subject[KernelCell]):
     def contenders(self, cell: KernelCell) -> Iterator[Contender]:
         """Check and yield each backend that supports the cell's dtype."""
         cases = _decode_cases(cell) if self.decode else [selection.case_of(cell, cell.dtype)]
-        numbers = Numbers(cases[0], sets_of(cases[0], self.device))
+        numbers = Numbers(cases[0], sets_of(cases[0], self.device), self.device)
         for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
             row = selection.row_of(spec, cell.dtype, "time", "us", self.sources)
             contender = Contender(row)
@@ -106,11 +107,11 @@ class Kernels(Subject[KernelCell]):
     def _sample(self, row: Row, clock: Clock) -> dict[str, float]:
         try:
             return {"time": clock.sample()}
-        except RejectedTimeError as error:
-            raise RejectedError(str(error)) from error
+        except RejectedTimeError:
+            raise
         except KERNEL_ERRORS as error:
             self._record(row, error)
-            raise RejectedError(f"while it was timed: {row.reason}") from error
+            raise RejectedTimeError(f"while it was timed: {row.reason}") from error
         finally:
             self._rest(row)
 
@@ -131,10 +132,7 @@ class Kernels(Subject[KernelCell]):
 
 def _recheck(row: Row, clock: Clock) -> None:
     """Compare the clocks, and record what they say beside the times."""
-    try:
-        clock.check()
-    except RejectedTimeError as error:
-        raise RejectedError(str(error)) from error
+    clock.check()
     row.extra |= clock.notes
 
 

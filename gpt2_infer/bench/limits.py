@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attention_kernels.judge.caller import clocked
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.op import c_struct
 from gpt2_infer.product import own_op
@@ -21,16 +22,6 @@ THREADS = 256
 ITERATIONS = 4096  # takes about a millisecond
 
 
-def device_seconds(work: Callable[[], Any]) -> float:
-    """Return the GPU time of work() in seconds, between two events on its stream."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
-
-
 def read_bandwidth() -> float:
     """Return the GPU's read bandwidth in GB/s: the median of 20 sums over 4 GiB."""
     data = torch.empty(2**30, device="cuda").normal_()
@@ -39,7 +30,8 @@ def read_bandwidth() -> float:
 
 def median_seconds(work: Callable[[], Any], calls: int = 5) -> float:
     """Return the median GPU time of some calls of work() in seconds, after a first one."""
-    return statistics.median([device_seconds(work) for _ in range(calls + 1)][1:])
+    seconds = [clocked(work, on_gpu=True)[0] for _ in range(calls + 1)]
+    return statistics.median(seconds[1:])
 
 
 def gpu_limits(dtypes: Iterable[str], *, instructions: bool) -> dict[str, float]:

@@ -81,11 +81,9 @@ def select(
 
 def versions_of(family: str) -> dict[str, VersionHeader]:
     """Return the versions of a ladder by backend name; raises RequestError for another name."""
-    versions = ladder.versions(family)
-    if not versions:
-        families = ", ".join(ladder.families())
-        raise RequestError(f"no ladder named {family}, only {families}")
-    return versions
+    if versions := ladder.versions(family):
+        return versions
+    raise RequestError(f"no ladder named {family}, only {', '.join(ladder.families())}")
 
 
 def case_of(shape: Shape | KernelCell, dtype: str) -> Case:
@@ -126,7 +124,7 @@ def row_of(
 def check(row: Row, runner: Runner, cases: Sequence[Case | DecodeCase]) -> None:
     """Check a backend against the reference and record the result in its row.
 
-    Raises the errors of Runner.receive(), except a refusal.
+    Raises the errors of Runner.call(), except a refusal.
     """
     worst = None
     if not runner.has_decode and any(isinstance(case, DecodeCase) for case in cases):

@@ -18,17 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 import msgspec
 from tqdm import tqdm
 
-from gpt2_infer.bench.record import (
-    BASELINE,
-    AtLeastOne,
-    File,
-    KernelCell,
-    ResultsError,
-    Row,
-    Shape,
-    TaskName,
-    check_output,
-)
+from attention_kernels.errors import RejectedTimeError
+from gpt2_infer.bench import record
+from gpt2_infer.bench.record import AtLeastOne, File, KernelCell, Row, Shape
 from gpt2_infer.config import ProductsName
 from gpt2_infer.errors import RequestError
 
@@ -64,7 +56,7 @@ class BackendStudy(Study, kw_only=True):
     backends: list[str] = []
     """Names or version files, *.cu; without backends and families, every backend that runs."""
     families: list[str] = []
-    baseline: str = BASELINE
+    baseline: str = record.BASELINE
     device: Literal["cpu", "cuda"] | None = None
     """None selects cuda if available, else cpu."""
     dtypes: list[str] = msgspec.field(default_factory=lambda: ["float32"])
@@ -203,10 +195,6 @@ def load(path: Path = STUDIES) -> dict[str, AnyStudy]:
 # ---- Running a study -----------------------------------------------------------------------------
 
 
-class RejectedError(Exception):
-    """A contender's output was wrong; it gets no figure and does not run again."""
-
-
 @dataclass
 class Contender:
     """Something to measure in a cell."""
@@ -215,10 +203,11 @@ class Contender:
     sample: Callable[[], Mapping[str, float]] | None = None
     """Takes one sample of each metric; None if the contender is not timed.
 
-    The row's own metric is one of them; the others become further rows. May raise RejectedError.
+    The row's own metric is one of them; the others become further rows. May raise
+    RejectedTimeError: the contender then gets no figure and does not run again.
     """
     recheck: Callable[[], None] | None = None
-    """Checks the output again after all samples; may raise RejectedError."""
+    """Checks the output again after all samples; may raise RejectedTimeError."""
     beside: list[Row] = field(default_factory=list)
     """Further rows."""
     taken: list[Mapping[str, float]] = field(default_factory=list)
@@ -230,7 +219,7 @@ class Contender:
             return None
         try:
             return call()
-        except RejectedError as error:
+        except RejectedTimeError as error:
             self.row.status, self.row.reason = "failed", str(error)
             return None
 
@@ -279,11 +268,11 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
 
     task = task or type(study).__struct_config__.tag  # type: ignore[assignment]
     try:
-        msgspec.convert(task, TaskName)
+        msgspec.convert(task, record.TaskName)
     except msgspec.ValidationError as error:
         raise RequestError(f"{task!r} cannot be a task's name: {error}") from error
     if out:
-        check_output(out)
+        record.check_output(out)
     module, _, name = study.subject.partition(".")
     subject: Subject[Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(study)
     settings = msgspec.to_builtins(study) | {"rounds": subject.rounds, **subject.facts}
@@ -417,7 +406,7 @@ class Progress:
                 file.write(line + b"\n")
         except OSError as error:
             why = f"{error.strerror}; rerun to resume"
-            raise ResultsError(f"{self.path} cannot be written: {why}") from error
+            raise record.ResultsError(f"{self.path} cannot be written: {why}") from error
 
     def _read(self, path: Path) -> str:
         """Load the cells that an earlier run finished and return its date."""
@@ -428,9 +417,9 @@ class Progress:
             lines = [line for line in lines if line.endswith(b"\n")]  # the last may be cut off
             cells = [msgspec.json.decode(line, type=tuple[str, list[Row]]) for line in lines]
         except (OSError, ValueError) as error:
-            raise ResultsError(f"{path} cannot be read, delete it: {error}") from error
+            raise record.ResultsError(f"{path} cannot be read, delete it: {error}") from error
         if differ := [name for name in plan if earlier.get(name) != plan[name]]:
-            raise ResultsError(
+            raise record.ResultsError(
                 f"{path} belongs to another run ({', '.join(differ)} differ): delete it or name "
                 "another output"
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from gpt2_infer.cli.options import TIMEOUT, Count, Seconds
-from gpt2_infer.cli.versions import adapted, versions_of
+from gpt2_infer.cli.versions import adapted, call_shape, versions_of
 from gpt2_infer.errors import RequestError
 from gpt2_infer.files import check_writable
 
@@ -62,7 +62,6 @@ def report(
         full: omit the causal mask
         timeout_s: time limit in seconds
     """
-    from attention_kernels.judge.cases import usual_head_dim
     from gpt2_infer.bench import selection
     from gpt2_infer.bench.prediction import find_gpu
     from gpt2_infer.bench.record import Shape
@@ -73,8 +72,7 @@ def report(
     versions = (selection.versions_of(family) if family else {}) | own
     if not versions:
         raise RequestError("nothing to report: give backends, version files or --family")
-    head_dim = head_dim or usual_head_dim(next(iter(versions.values())).head_dims)
-    shape = Shape(batch=1, num_heads=1, seqlen=seqlen, head_dim=head_dim, is_causal=not full)
+    shape = Shape(seqlen, **call_shape(next(iter(versions.values())), head_dim, 1, 1, full))
     try:
         from gpt2_infer.bench.report import make_page
     except ModuleNotFoundError as error:

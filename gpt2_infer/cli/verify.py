@@ -7,17 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from attention_kernels import child
-from gpt2_infer.cli.options import (
-    BACKEND,
-    HIDDEN,
-    MANY,
-    TIMEOUT,
-    Count,
-    Device,
-    KernelDtype,
-    Seconds,
-    Seed,
-)
+from gpt2_infer.cli import options
 from gpt2_infer.cli.versions import adapted
 
 if TYPE_CHECKING:
@@ -29,19 +19,19 @@ SHOWN_FAILURES = 5
 
 
 def verify(
-    name: Annotated[str, BACKEND],
+    name: Annotated[str, options.BACKEND],
     /,
     *,
     entry: str | None = None,
-    device: Device | None = None,
-    dtypes: Annotated[tuple[KernelDtype, ...], MANY] = (),
-    seed: Seed | None = None,
-    timeout_s: Annotated[Seconds, TIMEOUT] = 300.0,
+    device: options.Device | None = None,
+    dtypes: Annotated[tuple[options.KernelDtype, ...], options.MANY] = (),
+    seed: options.Seed | None = None,
+    timeout_s: Annotated[options.Seconds, options.TIMEOUT] = 300.0,
     sanitize: bool = False,
-    schedules: Count = 1,
+    schedules: options.Count = 1,
     quick: bool = False,
     no_timing: bool = False,
-    on_check: Annotated[Callable[[int, int], object], HIDDEN] = lambda done, total: None,
+    on_check: Annotated[Callable[[int, int], object], options.HIDDEN] = lambda done, total: None,
 ) -> Findings:
     """Check a backend against float64 references, and time it if it passes.
 
@@ -140,7 +130,7 @@ def _scope(findings: Findings) -> Iterator[str]:
     if findings.emulated and report.has_attention:
         yield f"  no length above {cases.LONGEST_EMULATED:,}: it was emulated"
     if findings.few_shapes:
-        count = len(cases.COMPILED_RANGES) * suite.shapes_of_range(spec)
+        count = len(cases.COMPILED_RANGES) * cases.shapes_of_range(spec)
         says = "" if spec.is_ours else ", as it says"
         shapes = f"{count} shapes of each dtype"
         yield f"  only {shapes} were tried in the cases: it is compiled for each{says}"

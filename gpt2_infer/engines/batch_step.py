@@ -5,8 +5,6 @@ The backends compute attention, as elsewhere.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention_kernels.contract import dtype_name
-from attention_kernels.ladder import header
-from attention_kernels.ladder.op import c_struct, load_op
+from attention_kernels.ladder.op import c_struct, launch
 from attention_kernels.registry import MANY_HEADS
 from gpt2_infer.engines.base import kernel_refusals
 from gpt2_infer.linear import Linear, weight_and_bias
 from gpt2_infer.model import GPT2, MLP, Attention, Block, KVCache, keep
+from gpt2_infer.product import own_op
 
 DTYPES = ("float16", "bfloat16")  # those that v04_batch_step.cu takes
 SOURCE = Path(__file__).parent / "csrc" / "v04_batch_step.cu"
@@ -58,13 +56,6 @@ KernelParams = c_struct(
 """The C struct StructParams of the kernels."""
 
 
-@functools.cache
-def _op(dtype: str, device_type: str) -> Callable[..., None]:
-    version = header.parse_header(SOURCE, "batch_step_")
-    (build,) = (build for build in version.builds() if build.dtype == dtype)
-    return load_op(build, device_type, "the step of a large batch")
-
-
 @dataclass(eq=False)
 class BatchStep:
     """The passes of one model over one cache; each call enqueues its kernels.
@@ -86,7 +77,7 @@ class BatchStep:
         self.embeddings = {name: table.weight.contiguous() for name, table in tables.items()}
         self.blocks = [*model.blocks()]
         self.norms = [*(block.ln_1 for block in self.blocks), model.ln_f]
-        self._op = _op(dtype_name(model.dtype), model.device.type)
+        self._op = own_op(SOURCE, "batch_step_", model.device.type, dtype_name(model.dtype))
 
     def logits(self) -> Tensor:
         """Append the newest tokens to the cache; return the logits, (batch, vocab_size)."""
@@ -174,12 +165,8 @@ class BatchStep:
 
     def _run(self, kernel: int, rows: int, **fields: Any) -> None:
         """Launch a kernel for some rows; fields: those of StructParams that it reads."""
-        addresses = {
-            name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()
-        }
-        width = self.model.config.n_embd
-        params = KernelParams(kernel=kernel, rows=rows, width=width, **addresses)
-        self._op(self.tokens, torch.frombuffer(params, dtype=torch.uint8))
+        sizes = {"kernel": kernel, "rows": rows, "width": self.model.config.n_embd}
+        launch(self._op, self.tokens, KernelParams, **sizes, **fields)
 
 
 def _cache_fields(kv: Tensor) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import c_struct, load_op
-from gpt2_infer.engines.fused import Fused, request_refusals
+from gpt2_infer.engines.fused import Fused, State, request_refusals
 from gpt2_infer.linear import Linear
-from gpt2_infer.model import GPT2, Block, KVCache
+from gpt2_infer.model import GPT2, Block
 from gpt2_infer.request import EngineName, Request
 
 SOURCE = Path(__file__).parent / "csrc" / "v03_cpu_step.cu"
@@ -64,8 +64,8 @@ class FusedOnCPU(Fused):
 
     def prepare_decode(self) -> None:
         """Collect the addresses of the weights."""
-        state = (self.cache, self.newest, self.tokens, self.lengths)
-        self.fused_step = CPUStep(self.model, *state, self.sampling.is_greedy)
+        state = State(self.cache, self.newest, self.tokens, self.lengths)
+        self.fused_step = CPUStep(self.model, state, self.sampling.is_greedy)
 
 
 # ---- The code's view of a model -----------------------------------------------------------------
@@ -93,25 +93,15 @@ StepParams = c_struct(
 class CPUStep:
     """A decode step of one model over one cache, on as many threads as torch uses.
 
-    newest, int64 (batch,): the tokens to read; one below 0 is read as 0. If is_greedy, the step
-    replaces them by the most likely next ones (-1 where logits are not finite), writes these
-    to tokens (batch, capacity) at `lengths` (batch,) and adds 1 to lengths. It adds 1 to
-    cache.seqlens. logits: float32 (batch, vocab_size). Raises BuildError.
+    logits: float32 (batch, vocab_size). Raises BuildError.
     """
 
-    def __init__(
-        self,
-        model: GPT2,
-        cache: KVCache,
-        newest: Tensor,
-        tokens: Tensor,
-        lengths: Tensor,
-        is_greedy: bool,
-    ) -> None:
+    def __init__(self, model: GPT2, state: State, is_greedy: bool) -> None:
         op = _op()
         if isinstance(op, str):
             raise BuildError(op)
-        config, batch, max_seqlen = model.config, len(newest), cache.kv.shape[4]
+        cache, rows = state.cache, (state.newest, state.tokens, state.lengths)
+        config, batch, max_seqlen = model.config, len(state.newest), cache.kv.shape[4]
         threads = torch.get_num_threads()
         wte = model.wte.weight
         self.logits = wte.new_zeros(batch, config.vocab_size)
@@ -120,14 +110,14 @@ class CPUStep:
         head = model.head_weight
         self._kept: list[Tensor] = []  # the code holds their addresses
         embeddings = (wte, model.wpe.weight.contiguous())
-        state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, shared, own)
+        others = (cache.kv, cache.seqlens, *rows, self.logits, shared, own)
         self._params = StepParams(
             (LayerParams * config.n_layer)(*map(self._layer, model.blocks())),
             self._norm(model.ln_f),
             self._matrix(head.t(), None),
-            *map(self._address, embeddings + state),
+            *map(self._address, embeddings + others),
             wte.stride(),
-            tokens.shape[1],
+            state.tokens.shape[1],
             batch,
             config.n_layer,
             config.n_head,

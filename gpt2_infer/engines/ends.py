@@ -7,7 +7,7 @@ from ctypes import c_float, c_int, c_void_p
 import torch
 from torch import Tensor
 
-from attention_kernels.ladder.op import c_struct
+from attention_kernels.ladder.op import c_struct, launch
 from gpt2_infer.engines.base import weights_by_rows
 from gpt2_infer.model import GPT2
 from gpt2_infer.product import CSRC, Activation, Packed, count_multiprocessors, own_op
@@ -97,6 +97,5 @@ class Ends:
     def _launch(self, kernel: int, sequences: Tensor, **given: Tensor | float) -> None:
         """Launch a kernel; given: the fields that differ from launch to launch."""
         results = {"logits": self.last_logits, "largest": self._largest}
-        values = {"kernel": kernel, "batch": len(sequences), **self._model, **results, **given}
-        plain = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in values.items()}
-        self._op(sequences, torch.frombuffer(EndsParams(**plain), dtype=torch.uint8))
+        fields = {"kernel": kernel, "batch": len(sequences), **self._model, **results, **given}
+        launch(self._op, sequences, EndsParams, **fields)

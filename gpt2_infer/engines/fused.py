@@ -67,6 +67,23 @@ def request_refusals(model: GPT2, request: Request) -> list[str]:
     return reasons
 
 
+@dataclass(frozen=True)
+class State:
+    """What a decode step reads and changes."""
+
+    cache: KVCache
+    """To its seqlens, the step adds 1."""
+    newest: Tensor
+    """The tokens to read, int64 (batch,); one below 0 is read as 0.
+
+    A greedy step replaces them by the most likely next ones, or by -1 where logits are not finite.
+    """
+    tokens: Tensor
+    """int64 (batch, capacity), to which a greedy step writes these at `lengths`."""
+    lengths: Tensor
+    """int64 (batch,), to which a greedy step adds 1."""
+
+
 class FusedStep(Protocol):
     """A decode step: calling it enqueues it."""
 
@@ -113,8 +130,8 @@ class Fused(Cached):
 
     def prepare_decode(self) -> None:
         """Build the kernels and pack the weights."""
-        state = (self.cache, self.newest, self.tokens, self.lengths)
-        self.fused_step = Step(self.model, *state, self.sampling.is_greedy)
+        state = State(self.cache, self.newest, self.tokens, self.lengths)
+        self.fused_step = Step(self.model, state, self.sampling.is_greedy)
 
     def own_logits(self, step: int) -> Tensor | None:
         """Return the logits of a step after the prompt."""
@@ -395,25 +412,20 @@ def shape_on(model: GPT2, batch: int) -> StepShape:
 class Step:
     """A decode step of one model over one cache; calling it enqueues its kernels.
 
-    newest, int64 (batch,): the tokens to read. If is_greedy, the step replaces them by the most
-    likely next ones (-1 where logits are not finite), writes these to tokens (batch, capacity) at
-    `lengths` (batch,) and adds 1 to lengths. It adds 1 to cache.seqlens. logits: float32 (batch,
-    vocab_size). shape: for a CPU, where the emulator runs the step. arch: replaces the machine's.
+    logits: float32 (batch, vocab_size). shape: for a CPU, where the emulator runs the step. arch:
+    replaces the machine's.
     """
 
     def __init__(
         self,
         model: GPT2,
-        cache: KVCache,
-        newest: Tensor,
-        tokens: Tensor,
-        lengths: Tensor,
+        state: State,
         is_greedy: bool,
         *,
         shape: StepShape | None = None,
         arch: str | None = None,
     ) -> None:
-        config, device, batch = model.config, model.device, len(newest)
+        config, device, batch = model.config, model.device, len(state.newest)
         shape = shape or shape_on(model, batch)
         # All of a model's engines share the packed weights.
         key = tuple(shape.products.values())
@@ -422,11 +434,12 @@ class Step:
         scratch = torch.zeros(shape.scratch_floats, dtype=torch.float32, device=device)
         (wte, head), wpe = weights_by_rows(model), model.wpe.weight.contiguous()
         weights = (*packed, wte, wpe, head)
-        state = (cache.kv, cache.seqlens, newest, tokens, lengths, self.logits, scratch)
-        self._kept = (*weights, *state)  # kept alive: the kernels hold these pointers
+        cache, rows = state.cache, (state.newest, state.tokens, state.lengths)
+        # Kept alive: the kernels hold these pointers.
+        self._kept = (*weights, cache.kv, cache.seqlens, *rows, self.logits, scratch)
         self._params = StepParams(
             *(tensor.data_ptr() for tensor in self._kept),
-            tokens.shape[1],
+            state.tokens.shape[1],
             config.n_layer,
             cache.kv.shape[4],
             is_greedy,

@@ -11,13 +11,13 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 from typing import TypeAlias
 
 from attention_kernels import UnsupportedError, registry
-from attention_kernels.ladder import build, header
+from attention_kernels.ladder import build, compilers, header
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.ladder.op import SCHEMAS
 from gpt2_infer.errors import RequestError
@@ -93,8 +93,7 @@ class Export:
         """Return a template with the export's values."""
         version, dtypes = self.version, " ".join(self.version.dtypes)
         needs = [arch for arch in CAPABILITIES if version.compiles_for(re.sub(r"\D", "", arch))]
-        macros = [f"-DATTENTION_VERSION={version.name}", f"-DATTENTION_DTYPE={dtypes}"]
-        macros += ["-DATTENTION_CONTIGUOUS"] * (version.layout == "contiguous")
+        macros = compilers.macros(replace(version, op=version.name))
         sources = [f"csrc/{name}" for name in (*self.own, *self.shared)]
         sources[sources.index(f"csrc/{version.path.name}")] = self.kernel
         values = {

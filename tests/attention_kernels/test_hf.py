@@ -13,16 +13,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    BloomConfig,
-    GPT2Config,
-    MistralConfig,
-    Qwen2Config,
-    StaticCache,
-)
+import transformers
+from transformers import AutoModelForCausalLM
 
 from attention_kernels import BackendSpec, UnsupportedError, hf, register
 from attention_kernels.contract import Kernels
@@ -44,17 +36,17 @@ LLAMA = {
 }
 CONFIGS = {
     # Weights so large that greedy text is not a single repeated token, and a scale for each layer.
-    "gpt2": GPT2Config(**GPT2, **WEIGHTS, **OTHER),
-    "qwen": Qwen2Config(**LLAMA, num_key_value_heads=1),
-    "mistral": MistralConfig(**LLAMA, num_key_value_heads=2, sliding_window=12),
-    "bloom": BloomConfig(n_layer=1, n_head=2, hidden_size=64, vocab_size=VOCABULARY),
+    "gpt2": transformers.GPT2Config(**GPT2, **WEIGHTS, **OTHER),
+    "qwen": transformers.Qwen2Config(**LLAMA, num_key_value_heads=1),
+    "mistral": transformers.MistralConfig(**LLAMA, num_key_value_heads=2, sliding_window=12),
+    "bloom": transformers.BloomConfig(n_layer=1, n_head=2, hidden_size=64, vocab_size=VOCABULARY),
 }
 
 
 @pytest.fixture(autouse=True)
 def clean_interfaces(monkeypatch):
     """Undo what a test registers with transformers, and let hf warn again."""
-    for interface in (AttentionInterface, AttentionMaskInterface):
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
     logging.Logger.warning_once.cache_clear()
 
@@ -161,8 +153,8 @@ def test_a_padded_batch_is_computed_on_views_of_its_tokens(calls):
     mask = torch.ones(4, 7, dtype=torch.bool)
     mask[:2, :3] = mask[2, :1] = False
     sizes = {"batch_size": 4, "q_offset": 0, "q_length": 7, "kv_length": 7}
-    given = AttentionMaskInterface()["NAIVE_PYTORCH"](attention_mask=mask, **sizes)
-    o, _ = AttentionInterface()["NAIVE_PYTORCH"](torch.nn.Identity(), *qkv, given)
+    given = transformers.AttentionMaskInterface()["NAIVE_PYTORCH"](attention_mask=mask, **sizes)
+    o, _ = transformers.AttentionInterface()["NAIVE_PYTORCH"](torch.nn.Identity(), *qkv, given)
     shapes = [(2, 4, 2, 32), (1, 6, 2, 32), (1, 7, 2, 32)]
     assert [q.shape for *_, q, _, _ in calls] == shapes
     memory = qkv.untyped_storage().data_ptr()
@@ -231,7 +223,7 @@ def run(check):
         return greedy(network, ids[:, :seqlen], STEPS, attention_mask=mask).float()
     cache = None
     if check.use == "static cache":
-        cache = StaticCache(config=network.config, max_cache_len=seqlen + STEPS + 2)
+        cache = transformers.StaticCache(config=network.config, max_cache_len=seqlen + STEPS + 2)
     use_cache, logits, start = check.use != "logits", [], 0
     for end in range(seqlen, seqlen + STEPS * use_cache + 1):
         seen = None if mask is None else torch.cat([mask, ones], dim=1)[:, :end]
@@ -348,7 +340,7 @@ def test_unsupported_calls_are_refused(config, call, reason):
 
 
 def test_every_argument_not_known_to_be_harmless_is_refused():
-    attention = functools.partial(AttentionInterface()[LADDER], torch.nn.Identity())
+    attention = functools.partial(transformers.AttentionInterface()[LADDER], torch.nn.Identity())
     qkv, options = torch.randn(3, 1, 2, 3, 32), {"sliding_window": 2, "dropout": 0.5}
     unknown = {"sinks": torch.zeros(2), "an_argument_of_next_year": 0}
     with pytest.raises(UnsupportedError) as caught:

@@ -10,20 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels import (
-    BackendSpec,
+from attention_kernels import BackendSpec, get_backend, ladder, list_backends, register, registry
+from attention_kernels.contract import Kernels
+from attention_kernels.errors import (
     KernelError,
     OutputError,
     UnavailableBackendError,
     UnknownBackendError,
     UnsupportedError,
-    get_backend,
-    ladder,
-    list_backends,
-    register,
-    registry,
 )
-from attention_kernels.contract import Kernels
 
 EFFICIENT = "PYTORCH_SDPA_EFFICIENT_ATTENTION"
 OURS = ["DECODE_SPLIT_KV_VERSION_1", "DECODE_SPLIT_KV_VERSION_3"]

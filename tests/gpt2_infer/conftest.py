@@ -30,10 +30,9 @@ def race_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_op(version, *rest):
         return op.load_op(header.race_checked(version), *rest)
 
-    for module in (product, fused, batch_step):
+    for module in (product, fused):
         monkeypatch.setattr(module, "load_op", load_op)
-    # Without what earlier tests have left in the caches
+    # Without what earlier tests have left in the cache
     own_op = product.own_op.__wrapped__
-    monkeypatch.setattr(product, "own_op", own_op)
-    monkeypatch.setattr(ends, "own_op", own_op)
-    monkeypatch.setattr(batch_step, "_op", batch_step._op.__wrapped__)
+    for module in (product, ends, batch_step):
+        monkeypatch.setattr(module, "own_op", own_op)

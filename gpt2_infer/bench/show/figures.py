@@ -173,11 +173,6 @@ def how(file: File) -> str:
     return f"{place}; medians of {file.study['rounds']} interleaved rounds"
 
 
-def step_us(row: Row) -> float:
-    """Return the microseconds per step of a decoding's seconds, prompt included."""
-    return 1e6 * row.median / int(row.cell["new_tokens"])
-
-
 def roof_share(row: Row, limits: dict[str, float]) -> float | None:
     """Return the fraction of its instruction's roof that a float32 kernel reaches.
 

@@ -9,17 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from attention_kernels import ladder
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer.bench.record import File, Row
-from gpt2_infer.bench.show.figures import (
-    attention_share,
-    cell_name,
-    detail_length,
-    group_by,
-    length,
-    main_rows,
-    ratio,
-    roof_share,
-    with_spread,
-)
+from gpt2_infer.bench.show import figures
 from gpt2_infer.bench.show.pivot import markdown
 
 TIMED = {
@@ -58,31 +48,31 @@ def overview(family: str, kernels: Sequence[File], generation: File, shown: str 
     file that has it. The share of its roof is the one at the longest length. shown: a regular
     expression that the names of the shown versions contain.
     """
-    rows = main_rows(kernels[0])
-    lengths = (detail_length(rows), max(map(length, rows)))
+    rows = figures.main_rows(kernels[0])
+    lengths = (figures.detail_length(rows), max(map(figures.length, rows)))
     timed: dict[tuple[str, int], tuple[Row, File]] = {}
     for file in kernels:
-        for row in main_rows(file):
+        for row in figures.main_rows(file):
             if row.samples and row.kernel.shape == rows[0].kernel.shape:
-                timed.setdefault((row.contender, length(row)), (row, file))
+                timed.setdefault((row.contender, figures.length(row)), (row, file))
 
-    def figures(name: str) -> Iterator[str]:
+    def cells(name: str) -> Iterator[str]:
         share = None
         for at in lengths:
             row, file = timed.get((name, at), (None, kernels[0]))
             yield f"{row.median:.1f}" if row else ""
-            share = roof_share(row, file.provenance.limits) if row else None
+            share = figures.roof_share(row, file.provenance.limits) if row else None
         yield f"{share:.0%}" if share else ""
         whole = next(iter(_chosen(generation, name)), None)
         yield f"{whole.median:.3f}" if whole and whole.samples else ""
 
     table = [
-        [f"`{name}`", _prose(version.title), *figures(name)]
+        [f"`{name}`", _prose(version.title), *cells(name)]
         for name, version in ladder.versions(family).items()
         if re.search(shown, name)
     ]
     alone = (f"alone, N={lengths[0]}, us", f"N={lengths[1]}, us")
-    seconds = f"{detail_length(main_rows(generation))} tokens, s"
+    seconds = f"{figures.detail_length(figures.main_rows(generation))} tokens, s"
     return markdown(["backend", "change", *alone, "of its roof", seconds], table)
 
 
@@ -98,7 +88,7 @@ def sections(family: str, measured: Sequence[File], part: str = "") -> str:
         before = predecessors[name]
         change = _prose(version.change)
         facts: list[str] = []
-        for files in group_by(measured, lambda file: file.study["kind"]).values():
+        for files in figures.group_by(measured, lambda file: file.study["kind"]).values():
             # The first file with the version; preferably one with its predecessor, too.
             files.sort(key=lambda file: not _has(file, name, before))
             found = (_times(file, name, before) for file in files)
@@ -133,10 +123,10 @@ def _chosen(file: File, name: str) -> list[Row]:
 
     The cell has the first shape the backend was measured in, and detail_length().
     """
-    for group in group_by(main_rows(file), cell_name).values():
+    for group in figures.group_by(figures.main_rows(file), figures.cell_name).values():
         if mine := [row for row in group if row.contender == name]:
-            at = detail_length(mine)
-            found = [row for row in group if length(row) == at]
+            at = figures.detail_length(mine)
+            found = [row for row in group if figures.length(row) == at]
             return sorted(found, key=lambda row: row.contender != name)
     return []
 
@@ -147,16 +137,16 @@ def _times(file: File, name: str, before: str | None) -> list[str]:
         return []
     row = group[0]
     words, form = TIMED[file.study["kind"]]
-    words = words.format(length(row))
+    words = words.format(figures.length(row))
     if not row.samples:
         return [f"{words.rpartition(' ')[0]}: {row.status}, {row.reason}"]
-    text = f"{words} {with_spread(row, form, f' {row.unit}')}"
-    speedup = ratio(row, group[1:], before or "")
+    text = f"{words} {figures.with_spread(row, form, f' {row.unit}')}"
+    speedup = figures.ratio(row, group[1:], before or "")
     if speedup is not None and math.isnan(speedup):
         text += f", the same as `{before}` within the spread"
     elif speedup is not None:
         text += f", {speedup:.2f} times as fast as `{before}`"
-    share = attention_share(row, group)
+    share = figures.attention_share(row, group)
     if share is None:
         return [text]
     part = "within the spread" if math.isnan(share) else f"{share:.0%} of that"

@@ -10,15 +10,7 @@ from typing import Any, TypeAlias
 from tabulate import tabulate
 
 from gpt2_infer.bench.record import File, ResultsError, Row
-from gpt2_infer.bench.show.figures import (
-    TIE,
-    WITHIN_SPREAD,
-    Value,
-    figure,
-    group_by,
-    length,
-    main_rows,
-)
+from gpt2_infer.bench.show import figures
 
 PAGE = (12, 7)
 """The most rows and columns of a table in a document."""
@@ -59,9 +51,9 @@ class Table:
 
     def __str__(self) -> str:
         text = f"{self.title}:\n\n{markdown(self.head, self.rows)}"
-        if any(WITHIN_SPREAD in row for row in self.rows):
-            text += f"\n`{WITHIN_SPREAD}`: {TIE}.\n"
-        for note, names in group_by(self.notes, lambda name: self.notes[name]).items():
+        if any(figures.WITHIN_SPREAD in row for row in self.rows):
+            text += f"\n`{figures.WITHIN_SPREAD}`: {figures.TIE}.\n"
+        for note, names in figures.group_by(self.notes, lambda name: self.notes[name]).items():
             text += f"\n{', '.join(f'`{name}`' for name in names)}: {note}\n"
         return text
 
@@ -93,7 +85,7 @@ class Entry:
         return self.rows[0]
 
 
-Getter: TypeAlias = Callable[[Entry], Value]
+Getter: TypeAlias = Callable[[Entry], figures.Value]
 """Returns the value that a column shows in a line."""
 
 
@@ -116,7 +108,7 @@ class Layout:
     title: Callable[[str, File, Sequence[Row]], str]
     """The title of a table, from the file's name, the file and the rows of the table."""
     columns: Sequence[Column]
-    rows: Callable[[File], Iterable[Row]] = main_rows
+    rows: Callable[[File], Iterable[Row]] = figures.main_rows
     """The rows of a file that the tables show."""
     block: Callable[[Row], Hashable] = lambda _: None
     """The key of a table: one table per value."""
@@ -133,20 +125,20 @@ class Layout:
 def pivot(name: str, file: File, layout: Layout) -> list[Table]:
     """Return the tables of a file, without blank columns, and with ALIKE ones as text."""
     found = []
-    for block in group_by(layout.rows(file), layout.block).values():
+    for block in figures.group_by(layout.rows(file), layout.block).values():
         at = layout.at(block) if layout.at else None
-        lines = [
-            Entry(file, block, mine, next((r for r in mine if at is None or length(r) == at), None))
-            for mine in group_by(block, layout.line).values()
-        ]
+        lines = []
+        for mine in figures.group_by(block, layout.line).values():
+            shown = (row for row in mine if at is None or figures.length(row) == at)
+            lines.append(Entry(file, block, mine, next(shown, None)))
         lines = [line for line in lines if layout.keeps(line)]
         columns: dict[str, list[str]] = {}
         for column in layout.columns:
             values = [at] if column.over is None else dict.fromkeys(map(column.over, block))
-            for value in sorted(values) if column.over is length else values:
+            for value in sorted(values) if column.over is figures.length else values:
                 head = column.head.format(at=value, baseline=file.study.get("baseline"))
                 cells = (column.value(_about(line, column, value)) for line in lines)
-                texts = [figure(cell, column.form) for cell in cells]
+                texts = [figures.figure(cell, column.form) for cell in cells]
                 if any(texts):
                     columns[head] = texts
         alike = [head for head in ALIKE if len({*columns.get(head, ())}) == 1 < len(lines)]
@@ -168,12 +160,8 @@ def _about(line: Entry, column: Column, value: Any) -> Entry:
     return replace(line, row=next((r for r in line.rows if column.over(r) == value), None))
 
 
-def are_numbers(column: Iterable[str]) -> bool:
-    """Return whether a column holds only numbers or blanks, to be right-aligned."""
-    return all(map(_NUMBER.match, filter(None, column)))
-
-
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table of texts; columns of numbers are right-aligned."""
-    align = ["right" if are_numbers(column) else "left" for column in zip(*rows, strict=True)]
+    """Return a Markdown table of texts; columns of numbers and blanks are right-aligned."""
+    are_numbers = [all(map(_NUMBER.match, filter(None, x))) for x in zip(*rows, strict=True)]
+    align = ["right" if is_right else "left" for is_right in are_numbers]
     return tabulate(rows, head, "pipe", disable_numparse=True, colalign=align) + "\n"

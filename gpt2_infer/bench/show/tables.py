@@ -5,25 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
-from gpt2_infer.bench.show import columns, inspected
-from gpt2_infer.bench.show.figures import (
-    Value,
-    attention_share,
-    calls_of,
-    cell_name,
-    detail_length,
-    has_shapes,
-    how,
-    length,
-    ratio,
-    roof_share,
-    step_us,
-    steps_of,
-    times,
-    where,
-    widest_spread,
-    with_spread,
-)
+from gpt2_infer.bench.show import columns, figures, inspected
 from gpt2_infer.bench.show.pivot import Column, Entry, Getter, Layout, Table, pivot
 from gpt2_infer.config import named_config
 
@@ -41,7 +23,7 @@ def tables(name: str, file: File, kind: str = "") -> list[Table]:
     kind = kind or file.study["kind"]
     if kind not in LAYOUTS:
         raise ResultsError(f"{name}: unknown kind of study, {kind}")
-    if kind == "kernel" and has_shapes(file):
+    if kind == "kernel" and figures.has_shapes(file):
         kind = "shapes"
     if kind == "decode" and file.study.get("new_tokens") == [1]:
         kind = "prefill"
@@ -59,9 +41,9 @@ def _error(name: str) -> Getter:
     return columns.timed(lambda row: getattr(row.check, name, None))
 
 
-def _relative_error(line: Entry) -> Value:
+def _relative_error(line: Entry) -> figures.Value:
     """Return the relative error in a table of a single length."""
-    return _error("relative_error")(line) if len({*map(length, line.block)}) == 1 else None
+    return _error("relative_error")(line) if len({*map(figures.length, line.block)}) == 1 else None
 
 
 def _decodes(file: File) -> bool:
@@ -69,55 +51,55 @@ def _decodes(file: File) -> bool:
     return bool(file.study.get("decode"))
 
 
-def _tflops(line: Entry) -> Value:
+def _tflops(line: Entry) -> figures.Value:
     return line.row.tflops if line.row and line.row.samples and not _decodes(line.file) else None
 
 
-def _gbps(line: Entry) -> Value:
+def _gbps(line: Entry) -> figures.Value:
     """Return the GB/s of reading the cache once."""
     if not line.row or not line.row.samples or not _decodes(line.file):
         return None
     return line.row.kernel.min_bytes / line.row.median / 2e3
 
 
-def _roof_share(line: Entry) -> Value:
+def _roof_share(line: Entry) -> figures.Value:
     """Return the share of its roof that a line's longest timed row reaches."""
     timed = [row for row in line.rows if row.samples]
     if not timed or _decodes(line.file):
         return None
-    return roof_share(max(timed, key=length), line.file.provenance.limits)
+    return figures.roof_share(max(timed, key=figures.length), line.file.provenance.limits)
 
 
 def _kernel_title(name: str, file: File, block: Sequence[Row]) -> str:
     cell, timed = block[0].kernel, [row for row in block if row.samples]
-    chosen = detail_length(block)
+    chosen = figures.detail_length(block)
     what, speed = ("decode, ", "GB/s (the cache once)") if _decodes(file) else ("", "TFLOP/s")
     title = (
-        f"{what}{cell.shape}, {how(file)} ({name}). {speed} and the largest error against float64 "
-        f"are at N={chosen}"
+        f"{what}{cell.shape}, {figures.how(file)} ({name}). {speed} and the largest error against "
+        f"float64 are at N={chosen}"
     )
-    checks = [row.check for row in block if row.check and length(row) == chosen]
+    checks = [row.check for row in block if row.check and figures.length(row) == chosen]
     # Quote plain PyTorch's error if it has no row; in float64 that is float32's error, scaled.
     if BASELINE not in {row.contender for row in timed} and cell.dtype != "float64":
         naive = [check.naive_error for check in checks if check.naive_error]
         title += f", where plain PyTorch's own error is {naive[0]:.1e}" if naive else ""
-    if len({*map(length, block)}) > 1:
+    if len({*map(figures.length, block)}) > 1:
         title += "; every timed backend was within its error budget at every N"
     return title
 
 
 LAYOUTS["kernel"] = Layout(
     title=_kernel_title,
-    block=cell_name,
+    block=figures.cell_name,
     line=lambda row: row.contender,
-    at=detail_length,
+    at=figures.detail_length,
     keeps=lambda line: any(row.samples for row in line.rows),
-    remark=lambda row: row.remarks and f"N={length(row)}: {row.remarks}",
+    remark=lambda row: row.remarks and f"N={figures.length(row)}: {row.remarks}",
     columns=[
         columns.BACKEND,
         columns.PRECISION,
-        Column("N={at}, us", columns.median, "{:.1f}", over=length),
-        Column("spread", lambda line: widest_spread(line.rows)),
+        Column("N={at}, us", columns.median, "{:.1f}", over=figures.length),
+        Column("spread", lambda line: figures.widest_spread(line.rows)),
         Column("x {baseline}, N={at}", columns.versus),
         Column("TFLOP/s", _tflops, "{:.3g}"),
         Column("GB/s", _gbps, "{:.3g}"),
@@ -128,7 +110,7 @@ LAYOUTS["kernel"] = Layout(
 )
 
 
-def _speed(line: Entry) -> Value:
+def _speed(line: Entry) -> figures.Value:
     row = line.row
     if not row or not any(one.samples for one in line.block if one.contender == row.contender):
         return None
@@ -140,9 +122,9 @@ def _speed(line: Entry) -> Value:
 
 def _shapes_title(name: str, file: File, block: Sequence[Row]) -> str:
     return (
-        f"TFLOP/s, and how many times as fast as `{file.study['baseline']}`; {how(file)} ({name}), "
-        f"the widest spread of which is {widest_spread(block)}; every timed backend was within its "
-        "error budget"
+        f"TFLOP/s, and how many times as fast as `{file.study['baseline']}`; {figures.how(file)} "
+        f"({name}), the widest spread of which is {figures.widest_spread(block)}; every timed "
+        "backend was within its error budget"
     )
 
 
@@ -157,25 +139,25 @@ LAYOUTS["shapes"] = Layout(
 )
 
 
-def _row_error(line: Entry) -> Value:
+def _row_error(line: Entry) -> figures.Value:
     found = line.row and line.row.check
     return f"{found.row_error:.1e} / {found.row_budget:.1e}" if found else None
 
 
 LAYOUTS["row errors"] = Layout(
-    title=lambda name, file, _: f"{where(file)} ({name})",
+    title=lambda name, file, _: f"{figures.where(file)} ({name})",
     line=lambda row: row.contender,
-    columns=[columns.BACKEND, Column("N={at}", _row_error, over=length)],
+    columns=[columns.BACKEND, Column("N={at}", _row_error, over=figures.length)],
 )
 
 
 # ---- Generation ----------------------------------------------------------------------------------
 
 
-def _share(line: Entry) -> Value:
+def _share(line: Entry) -> figures.Value:
     if not line.row or line.row.contender == FREE_ATTENTION:
         return None
-    return attention_share(line.row, line.same_cell)
+    return figures.attention_share(line.row, line.same_cell)
 
 
 def _text_was_compared(row: Row) -> str:
@@ -186,18 +168,18 @@ def _text_was_compared(row: Row) -> str:
 
 LAYOUTS["generation"] = Layout(
     title=lambda name, file, block: (
-        f"{file.study['model']}, {cell_name(block[0])}, {how(file)} ({name})"
+        f"{file.study['model']}, {figures.cell_name(block[0])}, {figures.how(file)} ({name})"
     ),
-    block=cell_name,
+    block=figures.cell_name,
     line=lambda row: row.contender,
-    at=detail_length,
+    at=figures.detail_length,
     keeps=lambda line: line.row is not None,
     remark=_text_was_compared,
     columns=[
         columns.BACKEND,
         columns.PRECISION,
-        Column("{at} tokens, s", columns.median, "{:.3f}", over=length),
-        Column("spread", lambda line: widest_spread(line.rows)),
+        Column("{at} tokens, s", columns.median, "{:.3f}", over=figures.length),
+        Column("spread", lambda line: figures.widest_spread(line.rows)),
         Column("x {baseline}", columns.versus),
         columns.RATE,
         columns.CALL_RATE,
@@ -215,26 +197,31 @@ def _is_recompute(row: Row) -> bool:
 
 def _recompute_seconds(row: Row) -> str | None:
     """Return the seconds of a whole call with their spread; None with a cache."""
-    return with_spread(row, "{:.3f}") if _is_recompute(row) else None
+    return figures.with_spread(row, "{:.3f}") if _is_recompute(row) else None
+
+
+def _step_us(row: Row, _: object = None) -> float:
+    """Return the microseconds per step of a decoding's seconds, prompt included."""
+    return 1e6 * row.median / int(row.cell["new_tokens"])
 
 
 def _weights_gbps(row: Row) -> float | None:
     """Return GB/s of weights read; None in recompute, which is bound by arithmetic."""
-    return None if _is_recompute(row) else row.extra["weight_bytes"] / step_us(row) / 1e3
+    return None if _is_recompute(row) else row.extra["weight_bytes"] / _step_us(row) / 1e3
 
 
-def _of_bandwidth(line: Entry) -> Value:
+def _of_bandwidth(line: Entry) -> figures.Value:
     speed, limits = columns.timed(_weights_gbps)(line), line.file.provenance.limits
     return speed / limits["read_gbps"] if isinstance(speed, float) and limits else None
 
 
-def _lost_per_layer(line: Entry) -> Value:
+def _lost_per_layer(line: Entry) -> figures.Value:
     """Return the microseconds of a step beyond those of reading the weights, per layer."""
     row, config = line.first, named_config(str(line.first.cell["model"]))
     if _of_bandwidth(line) is None or config is None:
         return None
     reading_us = row.extra["weight_bytes"] / line.file.provenance.limits["read_gbps"] / 1e3
-    return float(step_us(row) - reading_us) / config.n_layer
+    return float(_step_us(row) - reading_us) / config.n_layer
 
 
 def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
@@ -243,15 +230,17 @@ def _decode_title(name: str, file: File, block: Sequence[Row]) -> str:
     return (
         f"{block[0].cell['prompt_tokens']} + {' and '.join(map(str, counts))} tokens, "
         + (f"{read_gbps / 1000:.2f} TB/s of read bandwidth measured, " if read_gbps else "")
-        + f"{how(file)} ({name})"
+        + f"{figures.how(file)} ({name})"
     )
 
 
 def _call_ratio(line: Entry) -> str:
     """Return how many times as fast as the baseline's a whole call is."""
-    calls = [calls_of(line.file, row) for row in line.same_cell]
-    mine, baseline = calls_of(line.file, line.first), line.file.study.get("baseline")
-    return times(ratio(mine, filter(None, calls), baseline) if mine and baseline else None)
+    calls = [figures.calls_of(line.file, row) for row in line.same_cell]
+    mine, baseline = figures.calls_of(line.file, line.first), line.file.study.get("baseline")
+    return figures.times(
+        figures.ratio(mine, filter(None, calls), baseline) if mine and baseline else None
+    )
 
 
 def _text_differs(row: Row) -> str:
@@ -265,11 +254,11 @@ LAYOUTS["decode"] = Layout(
         *columns.DECODED,
         Column("seconds", columns.timed(_recompute_seconds)),
         columns.RATE,
-        Column("least .. most", columns.of(steps_of, columns.least_and_most)),
+        Column("least .. most", columns.of(figures.steps_of, columns.least_and_most)),
         columns.CALL_RATE,
         Column("vs transformers", _call_ratio),
         columns.ENERGY,
-        Column("us per step", columns.of(steps_of, lambda row, _: step_us(row)), "{:.0f}"),
+        Column("us per step", columns.of(figures.steps_of, _step_us), "{:.0f}"),
         Column("of the bandwidth", _of_bandwidth, "{:.0%}"),
         Column("us lost per layer", _lost_per_layer, "{:.1f}"),
     ],
@@ -281,14 +270,14 @@ def _prompt_speed(row: Row) -> float:
     return int(row.cell["batch"]) * int(row.cell["prompt_tokens"]) / row.median
 
 
-def _times_the_first(line: Entry) -> Value:
+def _times_the_first(line: Entry) -> figures.Value:
     first = line.same_cell[0]
     return first.median / line.first.median if first.samples and line.first.samples else None
 
 
 LAYOUTS["prefill"] = Layout(
     title=lambda name, file, block: (
-        f"{block[0].cell['prompt_tokens']} tokens, {how(file)} ({name})"
+        f"{block[0].cell['prompt_tokens']} tokens, {figures.how(file)} ({name})"
     ),
     remark=_text_differs,
     columns=[
@@ -307,13 +296,13 @@ LAYOUTS["prefill"] = Layout(
 LAYOUTS["batch"] = Layout(
     title=lambda name, file, block: (
         f"{block[0].cell['model']}, {block[0].cell['new_tokens']} new tokens each, "
-        f"{how(file)} ({name})"
+        f"{figures.how(file)} ({name})"
     ),
     columns=[
         columns.DTYPE,
         columns.CONTENDER,
         Column("prompts", columns.extra("prompts"), "{:,}"),
-        Column("seconds", columns.first(lambda row: with_spread(row, "{:.2f}"))),
+        Column("seconds", columns.first(lambda row: figures.with_spread(row, "{:.2f}"))),
         columns.RATE,
         columns.CALL_RATE,
         columns.ENERGY,

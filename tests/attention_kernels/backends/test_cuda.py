@@ -7,14 +7,9 @@ import re
 import pytest
 import torch
 
-from attention_kernels import (
-    BackendSpec,
-    UnavailableBackendError,
-    UnsupportedError,
-    get_backend,
-    list_backends,
-)
+from attention_kernels import BackendSpec, get_backend, list_backends
 from attention_kernels.backends import cuda
+from attention_kernels.errors import UnavailableBackendError, UnsupportedError
 from attention_kernels.judge.suite import Case, leaks, run_case, run_check
 from attention_kernels.judge.worker import Runner
 from tests.attention_kernels.backends.common import (

@@ -15,15 +15,9 @@ from typing import Any
 
 import pytest
 
-from attention_kernels import (
-    BackendSpec,
-    UnavailableBackendError,
-    UnsupportedError,
-    get_backend,
-    ladder,
-    list_backends,
-)
+from attention_kernels import BackendSpec, get_backend, ladder, list_backends
 from attention_kernels.child import Ended
+from attention_kernels.errors import UnavailableBackendError, UnsupportedError
 from attention_kernels.inspection import sanitize as sanitizers
 from attention_kernels.inspection.sanitize import TOOLS, compute_sanitizer, sanitize, tools_of
 from attention_kernels.ladder import compilers, header

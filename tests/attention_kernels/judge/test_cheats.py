@@ -155,7 +155,7 @@ def fate(case, device, what):
             verdict = run_check(runner, judged(runner, case))
             if not verdict.passed:
                 return str(verdict)
-            clock = Clock(runner, Numbers(case, 8), floor_us=0.01)
+            clock = Clock(runner, Numbers(case, 8, runner.device), floor_us=0.01)
             for _ in range(3):
                 clock.sample()
             clock.check()

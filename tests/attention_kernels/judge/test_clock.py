@@ -36,8 +36,8 @@ CASES = [
 
 
 def clock_of(timings, device="cuda", checks_s=1.5e-3):
-    clock = Clock(SimpleNamespace(device=device), Numbers(Case(64, 32), 5))
-    clock.numbers._checks_s, clock.numbers._chain_s = checks_s, 1e-5
+    clock = Clock(SimpleNamespace(device=device), Numbers(Case(64, 32), 5, device))
+    clock.numbers.checks_s, clock.numbers.chain_s = checks_s, 1e-5
     clock._timings = [
         Timing(
             *(0, [], {}, [], True, ""),
@@ -192,7 +192,7 @@ from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.timing import sets_of
 from attention_kernels.judge.worker import Runner
 case = Case(1024, {head_dim}, num_heads=12)
-numbers = Numbers(case, sets_of(case, "cuda"))
+numbers = Numbers(case, sets_of(case, "cuda"), "cuda")
 Runner(ladder.resolve({what!r}), "cuda").time(numbers.request(1, contiguous=False))
 """
 (PERSISTS,) = (row for row in CHEATS if row.name == "keeps_its_inputs_in_l2")

@@ -12,14 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from attention_kernels import (
-    BackendSpec,
-    KernelError,
-    UnavailableBackendError,
-    UnsupportedError,
-    ladder,
-    list_backends,
-)
+from attention_kernels import BackendSpec, ladder, list_backends
+from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.judge.suite import Case, run_case
 from attention_kernels.ladder import build, compilers, header, op
 from tests.attention_kernels.ladder.conftest import HEADER

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attention_kernels.errors import RejectedTimeError
 from gpt2_infer.bench.batches import _generate_batch
 from gpt2_infer.bench.record import Row
-from gpt2_infer.bench.study import BatchStudy, RejectedError, run
+from gpt2_infer.bench.study import BatchStudy, run
 from tests.gpt2_infer.bench.common import by_name
 
 
@@ -49,7 +50,7 @@ def test_transformers_continuous_batching_is_compared_with_our_texts(texts, outc
     row = Row(contender="peer", metric="time", unit="s", extra={"batch": 2})
     prompts, expected = {3: [1], 8: [2]}, {3: [5, 6], 8: [7, 7]}
     if isinstance(outcome, str):
-        with pytest.raises(RejectedError, match=outcome):
+        with pytest.raises(RejectedTimeError, match=outcome):
             _generate_batch(model, prompts, 2, row, expected)
     else:
         assert _generate_batch(model, prompts, 2, row, expected)["time"] > 0

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
+from attention_kernels.errors import RejectedTimeError
 from gpt2_infer.bench.record import KernelCell, ResultsError, Row
-from gpt2_infer.bench.study import Contender, Progress, RejectedError, Subject, time_cells
+from gpt2_infer.bench.study import Contender, Progress, Subject, time_cells
 from tests.gpt2_infer.bench.common import file_of, full_disk, kernel, provenance
 
 CELLS = [KernelCell(8), KernelCell(16)]
@@ -29,11 +30,11 @@ def test_rounds_are_interleaved_the_first_is_dropped_and_a_failure_stops_no_othe
     def sample(name: str) -> dict[str, float]:
         order.append(name)
         if name == "REJECTED" or (name == "LATE" and order.count("LATE") == 3):
-            raise RejectedError("no longer right")
+            raise RejectedTimeError("no longer right")
         return {"time": 1.23456789 + len(order), "call": 9.0}
 
     def reject() -> None:
-        raise RejectedError("no longer right")
+        raise RejectedTimeError("no longer right")
 
     def contenders(_):
         for name in ("GOOD", "REJECTED", "LATE", "WRONG_AFTERWARDS"):

@@ -12,10 +12,11 @@ from gpt2_infer import GPT2, NotFiniteError, RequestError, Sampling, generate
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines import cpu_step
 from gpt2_infer.engines.cpu_step import CPUStep
+from gpt2_infer.engines.fused import State
 from gpt2_infer.linear import lay_out
 from tests.conftest import needs_compiler
 from tests.gpt2_infer.engines.common import random_model
-from tests.gpt2_infer.engines.test_fused import State, check_steps, state_after
+from tests.gpt2_infer.engines.test_fused import check_steps, row_of, state_after
 
 # No size is a multiple of a vector.
 ODD = GPT2Config(
@@ -36,7 +37,7 @@ pytestmark = needs_compiler
 
 
 def step_of(model: GPT2, state: State) -> CPUStep:
-    return CPUStep(model, state.cache, state.newest, state.tokens, state.lengths, is_greedy=True)
+    return CPUStep(model, state, is_greedy=True)
 
 
 def write(model, prompts=PROMPTS, **options):
@@ -75,7 +76,7 @@ def test_neither_the_batch_nor_the_threads_change_a_bit_of_a_row(name):
     assert all(torch.equal(rows, all_rows) for rows in results)
     state = state_after(model, LENGTHS)
     for row in range(len(LENGTHS)):
-        alone = state.row(row)
+        alone = row_of(state, row)
         step = step_of(model, alone)
         for _ in range(2):
             step()

@@ -15,7 +15,7 @@ from torch.cuda import green_contexts
 from attention_kernels.ladder.compilers import BuildError
 from gpt2_infer import GPT2
 from gpt2_infer.engines import fused
-from gpt2_infer.engines.fused import Step, StepShape
+from gpt2_infer.engines.fused import State, Step, StepShape
 from gpt2_infer.model import KVCache
 from tests import removal
 from tests.gpt2_infer.engines.common import SIZES, SMALL, published, random_model
@@ -35,17 +35,10 @@ EARLY = {"shared_kb": 20}
 HEAD_BLOCKS = 8
 
 
-@dataclasses.dataclass
-class State:
-    cache: KVCache
-    newest: torch.Tensor
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-
-    def row(self, index: int) -> State:
-        """Return a copy of one row, from -1 to the number of rows - 1."""
-        cache = KVCache(self.cache.kv[:, :, [index]], self.cache.seqlens[[index]])
-        return State(cache, *(x[[index]] for x in (self.newest, self.tokens, self.lengths)))
+def row_of(state: State, index: int) -> State:
+    """Return a copy of one row, from -1 to the number of rows - 1."""
+    cache = KVCache(state.cache.kv[:, :, [index]], state.cache.seqlens[[index]])
+    return State(cache, *(x[[index]] for x in (state.newest, state.tokens, state.lengths)))
 
 
 @torch.inference_mode()
@@ -92,16 +85,7 @@ def step_of(
     if columns_kb:
         divided = dataclasses.replace(shape, shared_bytes=columns_kb * 1024)
         vars(shape)["products"] = divided.products
-    return Step(
-        model,
-        state.cache,
-        state.newest,
-        state.tokens,
-        state.lengths,
-        is_greedy=True,
-        shape=shape,
-        arch=arch,
-    )
+    return Step(model, state, is_greedy=True, shape=shape, arch=arch)
 
 
 @torch.inference_mode()
@@ -170,7 +154,7 @@ def test_a_row_does_not_depend_on_the_others_and_nothing_races(
     config, dtype, lengths, tolerance, how
 ):
     model = random_model(config, dtype)
-    alone = step_of(model, state_after(model, lengths).row(-1), **how)
+    alone = step_of(model, row_of(state_after(model, lengths), -1), **how)
     for _ in range(2):
         alone()
     logits = check_steps(model, lengths, 2, tolerance, **how)
@@ -344,7 +328,7 @@ def repeat_steps(dtype: torch.dtype, streams: list[torch.cuda.Stream], count: in
         tokens = torch.zeros(1, 64, dtype=torch.long, device="cuda")
         newest = model(tokens[:, :40], cache=cache)[:, 0].argmax(-1)
         lengths = torch.tensor([41], device="cuda")
-        step = Step(model, cache, newest, tokens, lengths, is_greedy=False)
+        step = Step(model, State(cache, newest, tokens, lengths), is_greedy=False)
         step()
         expected, same = step.logits.clone(), torch.ones((), dtype=torch.bool, device="cuda")
         runs.append((stream, cache.seqlens, step, expected, same))

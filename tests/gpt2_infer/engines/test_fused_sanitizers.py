@@ -17,7 +17,7 @@ from attention_kernels.inspection.sanitize import TOOLS, faults_on_gpu
 from gpt2_infer.engines import fused
 from gpt2_infer.model import KVCache
 from tests.gpt2_infer.engines.common import random_model
-from tests.gpt2_infer.engines.test_fused import CONFIG, ONE_KERNEL, State, step_of
+from tests.gpt2_infer.engines.test_fused import CONFIG, ONE_KERNEL, step_of
 
 CHAIN = dataclasses.replace(CONFIG, n_layer=2, n_inner=4096)
 MANY_HEADS = dataclasses.replace(CONFIG, n_layer=2, n_embd=512, n_head=16, n_positions=300)
@@ -42,7 +42,7 @@ def run_steps(form: str) -> None:
     cache.seqlens.fill_(FIRST)
     tokens = torch.zeros(batch, config.n_positions, dtype=torch.long, device="cuda")
     newest, lengths = tokens[:, 0].clone(), torch.full_like(tokens[:, 0], FIRST + 1)
-    state = State(cache, newest, tokens, lengths)
+    state = fused.State(cache, newest, tokens, lengths)
     step = step_of(model, state, shared_kb, portable=form == "portable")
     assert fused.shape_on(model, batch).is_one_kernel == (form == "one kernel")
     for _ in range(STEPS):
