@@ -10,7 +10,7 @@ import pytest
 
 # The longest tests come first. Those with small kernels and many waits come last, because they are
 # slow while a sanitizer uses the GPU.
-FIRST = ("racecheck", "test_every_tile", "test_sanitize.py", "TRITON")
+FIRST = ("racecheck", "extension", "test_every_tile", "test_sanitize.py", "TRITON")
 LAST = "test_every_backend.py"
 MESSAGE_LINES = 8
 SLOWEST = 10  # the number of tests in the report

@@ -101,6 +101,9 @@ def test_the_capture_of_a_graph_is_not_timed():
     passes, often, outside = runner._often(Repeat(1), 11)
     assert passes * often >= 0.02
     assert often == outside == pytest.approx(2e-3)
+    assert captured == [1, 1, 11, 11]
+    runner._often(Repeat(passes), 11)
+    assert captured[4:] == [11]
 
 
 def request_of(case, sets=3):
