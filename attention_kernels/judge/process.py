@@ -143,6 +143,8 @@ class Judges:
         try:
             connection.send((function, arguments))
             found, error = connection.recv()
+        except EOFError:
+            raise RuntimeError("a process that judges outputs has ended") from None
         finally:
             self._free.put(connection)
         if error:
