@@ -57,6 +57,9 @@ THREADS = (1, 2, 5)
 JUDGED_ON_CPU = 1e8
 _large = threading.Lock()  # larger ones, one at a time, which take gigabytes
 ROWS = 64  # that are judged of an output at a time, where not all are
+# How many outputs, for each core, wait to be judged before the next call is made: one may take as
+# long as twenty others.
+AHEAD = 4
 # The most bytes of inputs of requests that are prepared ahead; references take as much again.
 MOST_AHEAD = 2**26
 RACES = "races"
@@ -110,7 +113,7 @@ class Driver:
     def run(self) -> Iterator[tuple[What, Found | Exception]]:
         """Yield the outcome of each check, or the exception that ended it."""
         judging: deque[tuple[What, Steps, Future[Any]]] = deque()
-        most = self._cores
+        most = AHEAD * self._cores
         while self._ready or judging:
             if len(judging) > most or not self._ready:
                 what, steps, after = judging.popleft()
@@ -132,7 +135,7 @@ class Driver:
                 after, most = Future(), 0  # it may end the suite: no call before it is reported
                 after.set_result(error)
             else:
-                after, most = self._pool.submit(_next, steps, outputs), self._cores
+                after, most = self._pool.submit(_next, steps, outputs), AHEAD * self._cores
             judging.append((what, steps, after))
 
     def close(self) -> None:
