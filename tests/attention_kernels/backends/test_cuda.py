@@ -12,19 +12,12 @@ from attention_kernels.backends import cuda
 from attention_kernels.errors import UnavailableBackendError, UnsupportedError
 from attention_kernels.judge.suite import Case, leaks, run_case, run_check
 from attention_kernels.judge.worker import Runner
-from tests.attention_kernels.backends.common import (
-    FP32,
-    STRIDED_HALF,
-    changed,
-    dtype_of,
-    for_each,
-    fused,
-    op_of,
-)
+from tests.attention_kernels.backends import common
+from tests.attention_kernels.backends.common import changed, dtype_of, for_each, fused
 from tests.conftest import on_every_device, usable
 
 PRECISIONS = {spec.name: set(spec.precisions.values()) for spec in list_backends()}
-IEEE = [name for name in FP32 if PRECISIONS[name] == {"ieee-fp32"}]
+IEEE = [name for name in common.FP32 if PRECISIONS[name] == {"ieee-fp32"}]
 
 
 # Right results
@@ -93,13 +86,13 @@ def check_equal_scores(spec: BackendSpec, device: str) -> None:
 
 
 @on_every_device
-@for_each(["CUSTOM_CUDA_VERSION_36", *STRIDED_HALF])
+@for_each(["CUSTOM_CUDA_VERSION_36", *common.STRIDED_HALF])
 def test_a_maximum_that_does_not_change_rescales_by_one(name, device):
     check_equal_scores(usable(name, device), device)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_36", STRIDED_HALF[0]])
+@pytest.mark.parametrize("name", ["CUSTOM_CUDA_VERSION_36", common.STRIDED_HALF[0]])
 def test_fused_arithmetic_is_right(name):
     spec = fused(name)
     if dtype_of(spec) == torch.float32:  # float16 would round the difference away
@@ -117,7 +110,7 @@ BAD = torch.zeros(1, 4, 2, 32)
 ROW = torch.zeros(1, 1, 1, 32)
 MISALIGNED = torch.zeros(257)[1:].view(1, 4, 2, 32)
 GAPS = torch.zeros(1, 4, 2, 33)[..., :32]
-FIRST, LAST = FP32[0], FP32[-1]
+FIRST, LAST = common.FP32[0], common.FP32[-1]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +126,7 @@ FIRST, LAST = FP32[0], FP32[-1]
     ],
 )
 def test_the_op_checks_who_calls_it_directly(name, q, k, words):
-    op = op_of(name, "cpu")
+    op = common.op_of(name, "cpu")
     k, v = (q, q) if k is None else (k, BAD)
     with pytest.raises(RuntimeError, match=re.escape(words)):
         op(q, k, v, 1.0, True)
@@ -192,7 +185,7 @@ def alias(monkeypatch) -> BackendSpec:
 
 def test_the_alias_is_another_version_for_short_sequences_and_wide_heads(alias):
     short, long = (alias.chosen(torch.float32, 64, "cpu", n).name for n in (256, 257))
-    assert (short, long) == (FP32[14], IEEE[-1])
+    assert (short, long) == (common.FP32[14], IEEE[-1])
     assert alias.chosen(torch.float32, 128, "cpu", 257).name == short
     compiled = torch.compile(alias.attention, fullgraph=True, backend="eager")
     for seqlen, name in ((33, short), (34, short), (258, long)):  # 34 makes the length dynamic

@@ -26,23 +26,8 @@ from attention_kernels.judge.suite import judged, leaks, repeat, run_check
 from attention_kernels.judge.truth import Verdict
 from attention_kernels.judge.worker import open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS
-from tests.attention_kernels.judge.honest import (
-    HONEST,
-    LARGEST_TF32_SCALE,
-    LOG2_E,
-    LOWEST,
-    HonestKernel,
-    by_terms,
-    divided,
-    largest,
-    masked_scores,
-    merge,
-    partials,
-    stable_weights,
-    tiles,
-    to_bf16,
-    to_tf32,
-)
+from tests.attention_kernels.judge import honest
+from tests.attention_kernels.judge.honest import HonestKernel, masked_scores, partials, tiles
 from tests.conftest import DEVICES
 
 FAMILIES: list[HonestKernel] = []
@@ -75,13 +60,13 @@ def family(*dtypes, precisions=None, supports_gqa=False, **parameters):
 def online(q, k, v, scale, hidden, tile, base, order):
     """An online softmax over tiles of keys."""
     exp = torch.exp if base == "e" else torch.exp2
-    factor = scale if base == "e" else scale * LOG2_E
-    row_max = torch.full_like(q[..., :1], LOWEST)
+    factor = scale if base == "e" else scale * honest.LOG2_E
+    row_max = torch.full_like(q[..., :1], honest.LOWEST)
     row_sum, o = torch.zeros_like(row_max), torch.zeros_like(q)
     everything, parts = masked_scores(q, k, factor, hidden), tiles(k.shape[2], tile)
     for part in parts if order == "forwards" else reversed(parts):
         scores = everything[..., part]
-        before, row_max = row_max, torch.maximum(row_max, largest(scores))
+        before, row_max = row_max, torch.maximum(row_max, honest.largest(scores))
         alpha, weights = exp(before - row_max), exp(scores - row_max)
         row_sum, o = (
             alpha * row_sum + weights.sum(3, keepdim=True),
@@ -100,14 +85,14 @@ def split(q, k, v, scale, hidden, parts, keys):
         if keys == "in_turn"
         else [everything[i::parts] for i in range(parts)]
     )
-    return divided(functools.reduce(merge, partials(q, k, v, scale, hidden, chosen)))
+    return honest.divided(functools.reduce(honest.merge, partials(q, k, v, scale, hidden, chosen)))
 
 
 @family("float32", "float16", "bfloat16", rows=(1, 16, 100))
 def queries_in_chunks(q, k, v, scale, hidden, rows):
     """The queries come in chunks, each with its rows of the mask."""
     found = [
-        stable_weights(q[:, :, part].float(), k.float(), scale, hidden[part])
+        honest.stable_weights(q[:, :, part].float(), k.float(), scale, hidden[part])
         for part in tiles(q.shape[2], rows)
     ]
     weights = torch.cat(found, 2)
@@ -118,7 +103,7 @@ def queries_in_chunks(q, k, v, scale, hidden, rows):
 def two_passes(q, k, v, scale, hidden, tile):
     """The first pass finds row_max and row_sum, the second computes the scores again."""
     parts = partials(q, k, v[..., :0], scale, hidden, tiles(k.shape[2], tile))
-    row_max, row_sum, _ = functools.reduce(merge, parts)
+    row_max, row_sum, _ = functools.reduce(honest.merge, parts)
     weights, o = (masked_scores(q, k, scale, hidden) - row_max).exp() / row_sum, torch.zeros_like(q)
     for part in tiles(k.shape[2], tile):
         o += weights[..., part] @ v[:, :, part]
@@ -160,7 +145,7 @@ def scales(q, k, v, scale, hidden, on):
     root = abs(scale) ** 0.5
     q = q * {"q": scale, "both": root if scale >= 0 else -root}.get(on, 1.0)
     k = k * {"k": scale, "both": root}.get(on, 1.0)
-    weights = stable_weights(q, k, scale if on == "scores" else 1.0, hidden)
+    weights = honest.stable_weights(q, k, scale if on == "scores" else 1.0, hidden)
     return weights @ v / weights.sum(3, keepdim=True)
 
 
@@ -186,7 +171,7 @@ def masks(q, k, v, scale, hidden, by):
 @family("float32", "float64", when=("before", "after", "by_reciprocal", "in_place"))
 def normalizes(q, k, v, scale, hidden, when):
     """The weights are divided by their sum, the output is, or is multiplied by its reciprocal."""
-    weights = stable_weights(q, k, scale, hidden)
+    weights = honest.stable_weights(q, k, scale, hidden)
     row_sum = weights.sum(3, keepdim=True)
     if when == "by_reciprocal":
         return weights @ v * row_sum.reciprocal()
@@ -199,7 +184,7 @@ def normalizes(q, k, v, scale, hidden, when):
 def sums_in_double(q, k, v, scale, hidden, of):
     """One or both of the products are summed in float64."""
     q, k = (x.double() if of != "output" else x for x in (q, k))
-    weights = stable_weights(q, k, scale, hidden)
+    weights = honest.stable_weights(q, k, scale, hidden)
     weights, v = (x.double() if of != "scores" else x.float() for x in (weights, v))
     return (weights @ v / weights.sum(3, keepdim=True)).float()
 
@@ -210,12 +195,12 @@ def sums_in_double(q, k, v, scale, hidden, of):
 @family("float16", "bfloat16", tile=(16, 64, 128))
 def rounds_the_weights(q, k, v, scale, hidden, tile):
     """The weights of a tile are rounded to the dtype of v, as on tensor cores."""
-    row_max = torch.full_like(q[..., :1], LOWEST, dtype=torch.float32)
+    row_max = torch.full_like(q[..., :1], honest.LOWEST, dtype=torch.float32)
     row_sum, o = torch.zeros_like(row_max), torch.zeros(q.shape)
     everything = masked_scores(q.float(), k.float(), scale, hidden)
     for part in tiles(k.shape[2], tile):
         scores = everything[..., part]
-        before, row_max = row_max, torch.maximum(row_max, largest(scores))
+        before, row_max = row_max, torch.maximum(row_max, honest.largest(scores))
         alpha, weights = (before - row_max).exp(), (scores - row_max).exp()
         row_sum = alpha * row_sum + weights.sum(3, keepdim=True)
         o = alpha * o + weights.to(v.dtype).float() @ v[:, :, part].float()
@@ -229,11 +214,11 @@ def rounds_the_output_only(q, k, v, scale, hidden, weights):
     return (masked_scores(q, k, scale, hidden).softmax(3) @ wide).to(v.dtype)
 
 
-@family(precisions={"float32": "3xtf32"}, count=(3,), rounded=(to_tf32,))
-@family(precisions={"float32": "tf32"}, count=(2, 3), rounded=(to_tf32, to_bf16))
+@family(precisions={"float32": "3xtf32"}, count=(3,), rounded=(honest.to_tf32,))
+@family(precisions={"float32": "tf32"}, count=(2, 3), rounded=(honest.to_tf32, honest.to_bf16))
 def terms_of(q, k, v, scale, hidden, count, rounded):
     """A few terms of fewer bits, in a class that allows for what they lose."""
-    return by_terms(q, k, v, scale, hidden, count, rounded)
+    return honest.by_terms(q, k, v, scale, hidden, count, rounded)
 
 
 # State, and what others compute
@@ -265,7 +250,7 @@ def keeps(q, k, v, scale, hidden, what):
     if what == "tile_by_shape":
         return online(q, k, v, scale, hidden, tile_for(k.shape[2]), "e", "forwards")
     if what == "warm_up" and not scratch.cache_info().currsize:
-        stable_weights(q, k, scale, hidden)
+        honest.stable_weights(q, k, scale, hidden)
     scores = torch.matmul(q, k.mT, out=scratch(*q.shape[:3], k.shape[2]))
     return scores.mul_(scale).masked_fill_(hidden, -torch.inf).softmax(3) @ v
 
@@ -295,7 +280,7 @@ by_family: dict[str, list[str]] = {}
 for spec in list_backends():
     by_family.setdefault(spec.family, []).append(spec.name)
 SHIPPED = [name for names in by_family.values() for name in names[::4]]
-ALL = {kernel.name.upper(): kernel.spec() for kernel in (*HONEST, *FAMILIES)}
+ALL = {kernel.name.upper(): kernel.spec() for kernel in (*honest.HONEST, *FAMILIES)}
 
 
 @pytest.mark.parametrize("name", [*ALL])
@@ -329,7 +314,7 @@ def judge(what, device, record_property):
     with contextlib.closing(open_runner(what, device)) as runner:
         spec, dtypes = runner.spec, [getattr(torch, dtype) for dtype in runner.spec.dtypes]
         most, count, calls = LIMITS[runner.is_emulated]
-        largest_scale = LARGEST_TF32_SCALE if "tf32" in spec.precisions.values() else 1e3
+        largest_scale = honest.LARGEST_TF32_SCALE if "tf32" in spec.precisions.values() else 1e3
         head_dims = spec.head_dims or cases.ANY_HEAD_DIM
         has = {"attention": runner.has_attention, "decode": runner.has_decode}
         small = [
