@@ -52,10 +52,6 @@ MOST_FAILURES, MOST_REFUSALS = 20, 200
 # probability 0.999^5000 = 0.7 %. The emulator is slow and deterministic, so it repeats less.
 REPEATS, EMULATED_REPEATS = 5000, 50
 THREADS = (1, 2, 5)
-# The most work of a case that is judged on the CPU. No case of a quick run has more, so its judge
-# does not start CUDA.
-JUDGED_ON_CPU = 1e8
-_large = threading.Lock()  # larger ones, one at a time, which take gigabytes
 ROWS = 64  # that are judged of an output at a time, where not all are
 # How many outputs, for each core, wait to be judged before the next call is made: one may take as
 # long as twenty others.
@@ -178,22 +174,17 @@ def judged(
 ) -> Steps:
     """Run one case and judge its output, if that is large some rows of all heads.
 
-    A changed input is a failure. judges: of small cases; by default, this process is. options: of
-    Calls.
+    A changed input is a failure. judges: of outputs that are judged as a whole; by default, this
+    process is. options: of Calls.
     """
     request = Request.of(case, [case.inputs("cpu")], place=_place(case), **options)
-    is_whole = case.work <= LARGEST_WORK[runner.is_emulated]
-    elsewhere = judges if is_whole and case.work <= JUDGED_ON_CPU else None
-    right = _truth(runner, case, request.sets[0]) if is_whole and not elsewhere else None
     found = yield request
     if found.fault:
         return Verdict(math.inf, math.inf, math.inf, fault=found.fault)
-    if elsewhere:
+    if case.work <= LARGEST_WORK[runner.is_emulated]:
         spec, o = runner.spec, bits(found.o[0]).numpy()
-        precision = spec.precisions[dtype_name(case.dtype)]
-        return elsewhere.run(_verdict, case, o, precision, spec.error_slack)  # type: ignore[no-any-return]
-    if right:
-        return _judge(runner, right, found.o[0])
+        whole = case, o, spec.precisions[dtype_name(case.dtype)], spec.error_slack
+        return judges.run(_verdict, *whole) if judges else _verdict(*whole)
     draw, heads = random.Random(own_seed(case)).randrange, case.num_heads * case.group
     return judge_rows(runner, case, request.sets, found.o, draw, each=heads, device="cpu")
 
@@ -262,7 +253,7 @@ def leaks(runner: Runner, case: Case, cuts: Sequence[int]) -> Steps:
             continue
         if not before.isfinite().all():
             return f"the output is not finite: {extent(~before.isfinite())}"
-        right = _truth(runner, case, [x[:, :cut] for x in sets[0]])
+        right = _truth(case, [x[:, :cut] for x in sets[0]])
         if not _judge(runner, right, after).passed:
             return f"keys and values from {cut} on change earlier rows: {extent(changed)}"
     return None
@@ -283,7 +274,7 @@ def changed(runner: Runner, case: Case | DecodeCase) -> Steps:
         for lengths in inputs[3:]:
             lengths.fill_(case.seqlen - 3 + step)
         request = Request.of(case, [inputs], place=_place(case))
-        right = _truth(runner, case, inputs)
+        right = _truth(case, inputs)
         found = yield request
         verdict = _judge(runner, right, found.o[0])
         if found.fault or not verdict.passed:
@@ -310,7 +301,7 @@ def repeat(runner: Runner, cases: Sequence[Case | DecodeCase], times: int) -> St
         first: dict[int, Tensor] = {}
         for call, (place, o) in enumerate(zip(order, found.o, strict=True)):
             if first.setdefault(place, o) is o or not torch.equal(o, first[place]):
-                right = _truth(runner, inputs[place], request.sets[place])
+                right = _truth(inputs[place], request.sets[place])
                 verdict = _judge(runner, right, o)
                 if not verdict.passed:
                     number = half * times // 2 + call + 1
@@ -653,23 +644,16 @@ def _place(case: Case | DecodeCase) -> int:
     return own_seed(case) % PLACES * ALIGNMENT
 
 
-def _truth(runner: Runner, case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Truth:
-    # A kernel in this process may capture a graph, during which no other thread may use CUDA.
-    is_large = case.work > JUDGED_ON_CPU and isinstance(runner, Worker)
-    with _large if is_large else contextlib.nullcontext():
-        return _reference(case, [x.to(runner.device if is_large else "cpu") for x in inputs])
-
-
-def _reference(case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Truth:
+def _truth(case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Truth:
     q, k, v, *seqlens = inputs
     is_causal = isinstance(case, Case) and case.is_causal
     return truth(q, k, v, case.softmax_scale, is_causal, *seqlens)
 
 
 def _verdict(case: Case | DecodeCase, o: NDArray[Any], precision: str, slack: float) -> Verdict:
-    """Judge the output of a small case, given its bits."""
+    """Judge a whole output, given its bits."""
     out = torch.from_numpy(o).view(case.dtype)
-    return _reference(case, case.inputs("cpu")).judge(out, precision, slack)
+    return _truth(case, case.inputs("cpu")).judge(out, precision, slack)
 
 
 def _judge(runner: Runner, right: Truth, o: Tensor) -> Verdict:

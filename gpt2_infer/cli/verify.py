@@ -63,6 +63,9 @@ def verify(
 
     (name,) = adapted([name], entry)
     process.keep_memory()
+    timed = not (no_timing or quick)
+    if timed and device != "cpu":
+        verdict.start_cuda()
     faults = verdict.sanitize(name, device or "", schedules) if sanitize else []
     report = suite.verify(
         name,
@@ -74,7 +77,6 @@ def verify(
         on_check=on_check,
     )
     findings = verdict.Findings(report, sanitize, quick, [*report.failures])
-    timed = not (no_timing or quick)
     return verdict.conclude(findings, faults, name, dtypes, timed=timed)
 
 

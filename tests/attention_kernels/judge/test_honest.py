@@ -53,7 +53,7 @@ def test_no_false_alarm(monkeypatch):
                 o = kernel.attention(*inputs, scale, case.is_causal)
             else:
                 o = kernel.decode(*inputs, scale)
-            verdict = suite._judge(kernel.runner, suite._truth(kernel.runner, case, inputs), o)
+            verdict = suite._judge(kernel.runner, suite._truth(case, inputs), o)
             tried.add(kernel.name)
             if not verdict.passed:
                 alarms.append(f"{kernel.name}: {case}: {verdict}")
