@@ -329,29 +329,18 @@ void Block::record_stuck() {
 
 // Resets a fiber so that it starts in a function that never returns. `bottom` is the lowest address
 // of its stack.
-inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
+inline void start_over(Fiber& fiber, [[maybe_unused]] uintptr_t bottom, void (*function)()) {
   auto** const top = reinterpret_cast<void**>(&fiber);
 #ifdef ATTENTION_EMULATOR_ASAN
   fiber.fake_stack = nullptr;
   fiber.bottom = reinterpret_cast<const void*>(bottom);
   fiber.size = reinterpret_cast<uintptr_t>(top) - bottom;
 #endif
-#ifdef ATTENTION_EMULATOR_UCONTEXT
-  auto* const context = reinterpret_cast<ucontext_t*>(bottom);
-  getcontext(context);
-  context->uc_stack.ss_sp = context + 1;
-  context->uc_stack.ss_size =
-      reinterpret_cast<uintptr_t>(top) - reinterpret_cast<uintptr_t>(context + 1);
-  makecontext(context, function, 0);
-  fiber.stack_pointer = context;
-#else
-  (void)bottom;
   // Laid out as switch_stack() leaves a stack. The function starts as if called, without a caller.
   auto** const entry = top - 2 - kEntryOffset / sizeof(void*);
   std::fill(entry, top, nullptr);
   entry[0] = reinterpret_cast<void*>(function);
   fiber.stack_pointer = entry;
-#endif
 }
 
 void Block::fiber_main() {
@@ -397,9 +386,6 @@ void Block::prepare(const Launch& next) {
   for (unsigned i = 0; i < warp_count; ++i) {
     warps[i].exists = ~0u >> (kWarpSize - std::min(threads - i * kWarpSize, kWarpSize));
   }
-#ifdef ATTENTION_EMULATOR_UCONTEXT
-  main.stack_pointer = &main_context;
-#endif
 #ifdef ATTENTION_EMULATOR_ASAN
   pthread_attr_t attributes;
   void* bottom = nullptr;

@@ -117,9 +117,6 @@ struct Block {
   Warp warps[kMaxThreads / kWarpSize];
 
   Context main;
-#ifdef ATTENTION_EMULATOR_UCONTEXT
-  ucontext_t main_context;
-#endif
   uintptr_t stacks = 0;
   SharedMemory shared;
   InFlight in_flight;

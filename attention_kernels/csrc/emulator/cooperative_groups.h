@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cluster.h"
+#include "cuda/functional"
 #include "cuda_pipeline.h"
 
 #pragma GCC visibility push(hidden)
@@ -186,18 +187,11 @@ ATTENTION_EMULATOR_INLINE void sync(const Group& group, ATTENTION_EMULATOR_SITE)
 
 // ---- <cooperative_groups/reduce.h> and <cooperative_groups/memcpy_async.h> -----------------------
 
-#define ATTENTION_EMULATOR_OPERATION(name, expression)  \
-  template <typename T>                                 \
-  struct name {                                         \
-    T operator()(T a, T b) const { return expression; } \
-  };
-ATTENTION_EMULATOR_OPERATION(plus, a + b)
-ATTENTION_EMULATOR_OPERATION(less, b < a ? b : a)
-ATTENTION_EMULATOR_OPERATION(greater, a < b ? b : a)
-ATTENTION_EMULATOR_OPERATION(bit_and, a& b)
-ATTENTION_EMULATOR_OPERATION(bit_or, a | b)
-ATTENTION_EMULATOR_OPERATION(bit_xor, a ^ b)
-#undef ATTENTION_EMULATOR_OPERATION
+using std::bit_and, std::bit_or, std::bit_xor, std::plus;
+template <typename T>
+using less = cuda::minimum<T>;
+template <typename T>
+using greater = cuda::maximum<T>;
 
 template <typename Group, typename T, typename Function>
 T reduce(const Group& group, T value, Function function, ATTENTION_EMULATOR_SITE) {

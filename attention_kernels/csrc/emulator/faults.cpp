@@ -106,16 +106,12 @@ struct Interrupts {
 };
 inline __attribute__((visibility("default"))) Interrupts interrupts;
 
-#if defined(__x86_64__)
+#ifdef __x86_64__
 inline auto& code_of(mcontext_t& machine) { return machine.gregs[REG_RIP]; }
 inline auto& stack_pointer_of(mcontext_t& machine) { return machine.gregs[REG_RSP]; }
-#elif defined(__aarch64__)
+#else
 inline auto& code_of(mcontext_t& machine) { return machine.pc; }
 inline auto& stack_pointer_of(mcontext_t& machine) { return machine.sp; }
-#else  // unknown machine: no fiber is ever found at fault
-inline uintptr_t no_register = 0;
-inline auto& code_of(mcontext_t&) { return no_register; }
-inline auto& stack_pointer_of(mcontext_t&) { return no_register; }
 #endif
 
 // Makes a fiber continue in `function`, with an empty stack, when the signal handler returns.
