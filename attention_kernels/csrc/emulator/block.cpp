@@ -5,10 +5,8 @@ namespace attention::emulator {
 // ---- Shared memory ------------------------------------------------------------------------------
 
 bool SharedMemory::has(const void* address) const {
-  const auto within = [&](const unsigned char* start, size_t bytes) {
-    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(start) < bytes;
-  };
-  return within(dynamic, dynamic_bytes) || within(statics, Library::instance().storage_bytes);
+  return offset(address, dynamic) < dynamic_bytes ||
+         offset(address, statics) < Library::instance().storage_bytes;
 }
 
 unsigned SharedMemory::first_address(bool is_fixed) const {
@@ -20,9 +18,9 @@ unsigned SharedMemory::first_address(bool is_fixed) const {
 }
 
 unsigned SharedMemory::address_of(const void* memory_of_block) const {
-  const auto* const byte = static_cast<const unsigned char*>(memory_of_block);
-  const bool is_fixed = static_cast<size_t>(byte - statics) < Library::instance().storage_bytes;
-  return first_address(is_fixed) + static_cast<unsigned>(byte - (is_fixed ? statics : dynamic));
+  const bool is_fixed = offset(memory_of_block, statics) < Library::instance().storage_bytes;
+  return first_address(is_fixed) +
+         static_cast<unsigned>(offset(memory_of_block, is_fixed ? statics : dynamic));
 }
 
 unsigned char* SharedMemory::at_address(unsigned address) const {
@@ -36,8 +34,12 @@ unsigned char* SharedMemory::at_address(unsigned address) const {
 // ---- Words --------------------------------------------------------------------------------------
 
 inline std::string text(uint3 v) {
-  char buffer[40];
-  std::snprintf(buffer, sizeof buffer, "(%u, %u, %u)", v.x, v.y, v.z);
+  return "(" + std::to_string(v.x) + ", " + std::to_string(v.y) + ", " + std::to_string(v.z) + ")";
+}
+
+inline std::string hexadecimal(size_t number) {
+  char buffer[24];
+  std::snprintf(buffer, sizeof buffer, "0x%zx", number);
   return buffer;
 }
 
@@ -47,11 +49,11 @@ std::string place(const char* file, int line) {
 }
 
 std::string describe(const SharedMemory& shared, uintptr_t address) {
-  const uintptr_t in_fixed = address - reinterpret_cast<uintptr_t>(shared.fixed);
+  const size_t in_fixed = offset(address, shared.fixed);
   if (in_fixed < Library::instance().tls_bytes)
     return "byte " + std::to_string(in_fixed) + " of static shared memory";
-  const auto offset = static_cast<ptrdiff_t>(address - reinterpret_cast<uintptr_t>(shared.dynamic));
-  return "byte " + std::to_string(offset) + " of " + std::to_string(shared.dynamic_bytes) +
+  const auto in_dynamic = static_cast<ptrdiff_t>(offset(address, shared.dynamic));
+  return "byte " + std::to_string(in_dynamic) + " of " + std::to_string(shared.dynamic_bytes) +
          " bytes of dynamic shared memory";
 }
 
@@ -362,15 +364,13 @@ void Block::fiber_main() {
 
 void Block::prepare(const Launch& next) {
   launch = &next;
-  threads = next.block.x * next.block.y * next.block.z;
+  threads = count_in(next.block);
   warp_count = (threads + kWarpSize - 1) / kWarpSize;
   warp_slots = 1;
   while (warp_slots < warp_count) warp_slots *= 2;
   if (stacks == 0) {
     const size_t bytes = (kMaxThreads + 2) * kStackBytes;
-    void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
+    void* const memory = reserve(bytes);
     madvise(memory, bytes, MADV_NOHUGEPAGE);  // most of each stack is never touched
     stacks = (reinterpret_cast<uintptr_t>(memory) / kStackBytes + 2) * kStackBytes;
     mprotect(reinterpret_cast<void*>(stacks - kStackBytes), kStackBytes, PROT_NONE);
@@ -380,8 +380,7 @@ void Block::prepare(const Launch& next) {
     warps[i / kWarpSize].fibers[i % kWarpSize] = &f;
     f.block = this;
     f.thread = i;
-    f.thread_idx = {i % next.block.x, i / next.block.x % next.block.y,
-                    i / next.block.x / next.block.y};
+    f.thread_idx = index_in(next.block, i);
   }
   for (unsigned i = 0; i < warp_count; ++i) {
     warps[i].exists = ~0u >> (kWarpSize - std::min(threads - i * kWarpSize, kWarpSize));
@@ -399,9 +398,7 @@ void Block::prepare(const Launch& next) {
 
 bool Block::run(uint64_t number_in_grid) {
   number = number_in_grid;
-  index = {static_cast<unsigned>(number % launch->grid.x),
-           static_cast<unsigned>(number / launch->grid.x % launch->grid.y),
-           static_cast<unsigned>(number / launch->grid.x / launch->grid.y)};
+  index = index_in(launch->grid, number);
   shared.poison(launch->poison);
   for (unsigned i = 0; i < warp_count; ++i) warps[i].waiting = warps[i].done = 0;
   for (unsigned i = 0; i < threads; ++i) {

@@ -123,7 +123,7 @@ class grid_group {
     }
     thread_block::sync(file, line);
   }
-  static uint64_t num_blocks() { return uint64_t{gridDim.x} * gridDim.y * gridDim.z; }
+  static uint64_t num_blocks() { return emulator::count_in(gridDim); }
   static uint64_t block_rank() {
     return (uint64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   }

@@ -18,10 +18,8 @@ constexpr double kTicksPerSecond = 1e9 / kTickNanoseconds;
 inline std::string place(uintptr_t code) {
   Dl_info library{};
   dladdr(reinterpret_cast<void*>(code), &library);
-  char text[48];
-  std::snprintf(text, sizeof text, ", in code at +0x%zx of ",
-                size_t(code - reinterpret_cast<uintptr_t>(library.dli_fbase)));
-  return text + std::string(library.dli_fname ? library.dli_fname : "an unknown library");
+  return ", in code at +" + hexadecimal(offset(code, library.dli_fbase)) + " of " +
+         (library.dli_fname ? library.dli_fname : "an unknown library");
 }
 
 // ---- The compiler's checks ----------------------------------------------------------------------
@@ -157,17 +155,16 @@ inline void handle(int signal, void (*handler)(int, siginfo_t*, void*), int flag
   const Block& block = *this_fiber().block;
   const siginfo_t& fault = block.signals.fault;
   const auto address = reinterpret_cast<uintptr_t>(fault.si_addr);
-  char text[32];
-  std::snprintf(text, sizeof text, " (address 0x%zx)", size_t(address));
   const std::string at = place(block.signals.code);
+  const std::string there = " (address " + hexadecimal(address) + ")" + at;
   if (fault.si_signo == SIGFPE) fail(cudaErrorLaunchFailure, "integer division by zero" + at);
   if (fault.si_signo == SIGILL) fail(cudaErrorLaunchFailure, "the kernel traps" + at);
-  if (block.owns(address)) fail(cudaErrorLaunchFailure, "stack overflow" + (text + at));
+  if (block.owns(address)) fail(cudaErrorLaunchFailure, "stack overflow" + there);
   if (fault.si_signo == SIGBUS || fault.si_code == SI_KERNEL)
-    fail(cudaErrorMisalignedAddress, "access of a misaligned or wild address" + (text + at));
+    fail(cudaErrorMisalignedAddress, "access of a misaligned or wild address" + there);
   if (block.shared.is_near(address))
     fail(cudaErrorIllegalAddress, "illegal access to " + describe(block.shared, address) + at);
-  fail(cudaErrorIllegalAddress, "illegal memory access" + (text + at));
+  fail(cudaErrorIllegalAddress, "illegal memory access" + there);
 }
 
 // A wild address in a kernel is an error of the launch, as on a GPU, and does not end the process.

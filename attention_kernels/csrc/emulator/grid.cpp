@@ -99,8 +99,8 @@ inline std::string wrong_setting() {
 // Returns how many blocks of a launch the device runs at once.
 inline uint64_t resident_blocks_of(const Launch& launch) {
   const Device device = Device::emulated();
-  const uint64_t threads = uint64_t{launch.block.x} * launch.block.y * launch.block.z;
-  return device.multiprocessors * device.blocks_at_once(threads, launch.dynamic_shared);
+  return device.multiprocessors *
+         device.blocks_at_once(count_in(launch.block), launch.dynamic_shared);
 }
 
 // The order in which blocks start. CUDA promises none, so a kernel whose blocks depend on each
@@ -224,7 +224,7 @@ struct GridRun {
 
   explicit GridRun(const Launch& l)
       : launch(l),
-        blocks(uint64_t{l.grid.x} * l.grid.y * l.grid.z),
+        blocks(count_in(l.grid)),
         cluster(l.blocks_of_cluster()),
         order(l, blocks / cluster),
         within(l, cluster),
@@ -338,7 +338,7 @@ inline Outcome check(Launch& launch, uint64_t& workers) {
   const dim3 grid = launch.grid, block = launch.block;
   if (const std::string wrong = read_settings(launch, workers); !wrong.empty())
     return {emulatorErrorSetting, wrong};
-  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  const uint64_t threads = count_in(block);
   if (threads == 0 || threads > kMaxThreads || block.z > 64) {
     return {cudaErrorInvalidConfiguration,
             "a block of " + text(block) + " threads: 1 to 1024 are possible"};
@@ -354,7 +354,7 @@ inline Outcome check(Launch& launch, uint64_t& workers) {
                                                " blocks of a grid of " + text(grid) +
                                                " are not possible"};
   }
-  const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
+  const uint64_t blocks = count_in(grid);
   if (launch.is_at_once && blocks > resident_blocks_of(launch)) {
     return {cudaErrorCooperativeLaunchTooLarge,
             std::to_string(blocks) + " blocks do not run at once on a device of " +

@@ -4,54 +4,46 @@ namespace attention::emulator {
 
 // ---- What threads know --------------------------------------------------------------------------
 
+// Returns the place of a block or a thread in an ascending list, or where it belongs.
+template <typename List>
+auto place_in(List& list, uint32_t number) {
+  return std::lower_bound(list.begin(), list.end(), number,
+                          [](const auto& one, uint32_t n) { return one.number < n; });
+}
+template <typename T>
+const T* find(const std::vector<T>& list, uint32_t number) {
+  const auto at = place_in(list, number);
+  return at != list.end() && at->number == number ? &*at : nullptr;
+}
+// The same, which is added if it is missing.
+template <typename T>
+T& entry(std::vector<T>& list, uint32_t number) {
+  const auto at = place_in(list, number);
+  return at != list.end() && at->number == number ? *at : *list.insert(at, T{number});
+}
+
 void Times::merge(const Times& other) {
   all = std::max(all, other.all);
-  const auto middle = more.insert(more.end(), other.more.begin(), other.more.end());
-  const auto is_first = [](const OfThread& one, const OfThread& two) {
-    return one.thread != two.thread ? one.thread < two.thread : one.clock > two.clock;
-  };
-  std::inplace_merge(more.begin(), middle, more.end(), is_first);
-  const auto is_same = [](const auto& one, const auto& two) { return one.thread == two.thread; };
-  more.erase(std::unique(more.begin(), more.end(), is_same), more.end());
+  for (const OfThread& theirs : other.more) {
+    uint32_t& clock = entry(more, theirs.number).clock;
+    clock = std::max(clock, theirs.clock);
+  }
   erase_if(more, [&](const OfThread& one) { return one.clock <= all; });
-}
-
-// Returns the place of a block in a list, or where it belongs.
-template <typename Blocks>
-auto place_in(Blocks& blocks, uint32_t block) {
-  return std::lower_bound(blocks.begin(), blocks.end(), block,
-                          [](const Times& one, uint32_t b) { return one.block < b; });
-}
-
-Times& Knowledge::of(uint32_t block) {
-  const auto at = place_in(blocks, block);
-  if (at != blocks.end() && at->block == block) return *at;
-  return *blocks.insert(at, {block, 0, {}});
 }
 
 void Knowledge::merge(const Knowledge& other) {
   complete = std::max(complete, other.complete);
-  if (blocks.empty()) {
+  if (blocks.empty())
     blocks = other.blocks;
-  } else {
-    for (const Times& theirs : other.blocks) of(theirs.block).merge(theirs);
-  }
+  else
+    for (const Times& theirs : other.blocks) entry(blocks, theirs.number).merge(theirs);
 }
 
 bool Knowledge::has(uint32_t block, unsigned thread, uint32_t clock) const {
-  const auto found = place_in(blocks, block);
-  if (found == blocks.end() || found->block != block) return false;
-  if (found->all >= clock) return true;
-  const auto is_it = [&](const auto& one) { return one.thread == thread && one.clock >= clock; };
-  return std::any_of(found->more.begin(), found->more.end(), is_it);
-}
-
-template <typename T>
-T* zeros(size_t count) {
-  void* const memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  return static_cast<T*>(memory);
+  const Times* const times = find(blocks, block);
+  if (times == nullptr || times->all >= clock) return times != nullptr;
+  const Times::OfThread* const one = find(times->more, thread);
+  return one != nullptr && one->clock >= clock;
 }
 
 // ---- All of memory ------------------------------------------------------------------------------
@@ -75,13 +67,8 @@ struct GlobalMemory {
   struct Page {
     std::atomic<uintptr_t> number{0};
     Cell* cells = nullptr;
-    std::atomic<bool> is_locked{false};
+    std::mutex mutex;  // of the cells: no thread may fail before it unlocks it
 
-    // No thread may fail before it unlocks the page.
-    void lock() {
-      while (is_locked.exchange(true, std::memory_order_acquire)) sched_yield();
-    }
-    void unlock() { is_locked.store(false, std::memory_order_release); }
     Cell& cell(uintptr_t address) { return cells[address % kPageBytes / kCellBytes]; }
   };
 
@@ -117,7 +104,7 @@ struct GlobalMemory {
     Page& page = slot_of(number);
     if (page.number == number) return &page;
     if (used == kPages) return nullptr;
-    if (cells == nullptr) cells = zeros<Cell>(kPages * kCellsPerPage);
+    if (cells == nullptr) cells = reserve<Cell>(kPages * kCellsPerPage);
     page.cells = cells + used++ * kCellsPerPage;
     page.number.store(number, std::memory_order_release);
     return &page;
@@ -153,7 +140,7 @@ inline void forget(const void* memory, size_t bytes) {
   for (uintptr_t at = first; at < end; at = end_of_page(at)) {
     GlobalMemory::Page* const page = GlobalMemory::instance().find(at, /*adds=*/false);
     if (page == nullptr) continue;
-    const std::lock_guard<GlobalMemory::Page> lock(*page);
+    const std::lock_guard<std::mutex> lock(page->mutex);
     std::fill_n(&page->cell(at), (std::min(end, end_of_page(at)) - at) / kCellBytes, Cell{});
   }
 }
@@ -187,8 +174,8 @@ void register_launch(LaunchOrder& order, bool begins) {
 
 Races::Races(Block& of)
     : block(of),
-      cells(zeros<Cell>((kSharedBytes + Library::instance().tls_bytes) / kCellBytes + 1)),
-      clocks(zeros<uint32_t>(kMaxThreads * kMaxThreads)) {}
+      cells(reserve<Cell>((kSharedBytes + Library::instance().tls_bytes) / kCellBytes + 1)),
+      clocks(reserve<uint32_t>(kMaxThreads * kMaxThreads)) {}
 
 void Races::begin_block() {
   const LaunchOrder& order = *block.launch->in_stream;
@@ -268,8 +255,8 @@ Knowledge Races::knowledge() const {
   const unsigned self = this_fiber().thread;
   Knowledge all = floor;
   all.merge(of_thread[self].news);
-  Times& mine = all.of(static_cast<uint32_t>(block.number));
-  mine = {mine.block, ordered, {}};
+  Times& mine = entry(all.blocks, static_cast<uint32_t>(block.number));
+  mine = {mine.number, ordered, {}};
   for (unsigned of = 0; of < block.threads; ++of) {
     const uint32_t clock = of == self ? now(self) : clocks[self * kMaxThreads + of];
     if (clock > ordered) mine.more.push_back({of, clock});
@@ -286,8 +273,8 @@ void Races::learn(const Knowledge& more) {
   Knowledge& news = of_thread[self].news;
   news.complete = std::max(news.complete, more.complete);
   for (const Times& theirs : more.blocks) {
-    if (theirs.block != block.number) {
-      news.of(theirs.block).merge(theirs);
+    if (theirs.number != block.number) {
+      entry(news.blocks, theirs.number).merge(theirs);
       continue;
     }
     for (const auto& [thread, clock] : theirs.more)
@@ -414,7 +401,7 @@ void Races::wait_for_previous() {
 void Races::proxy_fence() {
   const unsigned self = this_fiber().thread;
   fences[self] = now(self);
-  own[self] = ++time;
+  advance();
 }
 
 int Races::unfenced_writer(const void* memory, size_t bytes) {
@@ -434,7 +421,7 @@ void Races::global_proxy_fence() {
   const std::lock_guard<std::mutex> lock(memory.mutex);
   const auto number = static_cast<uint32_t>(block.number);
   memory.proxy_fences[{block.launch->in_stream->number, number, self}] = now(self);
-  own[self] = ++time;
+  advance();
 }
 
 bool Races::lacks_proxy_fence(const Access& before, const Access& next) const {
@@ -449,23 +436,20 @@ bool Races::lacks_proxy_fence(const Access& before, const Access& next) const {
 }
 
 uintptr_t Races::place_of(uintptr_t address) const {
-  const SharedMemory& shared = block.shared;
-  uintptr_t first = address - reinterpret_cast<uintptr_t>(shared.dynamic);
-  if (first < shared.dynamic_bytes) return first;
-  first = address - reinterpret_cast<uintptr_t>(shared.fixed);
-  return first < Library::instance().tls_bytes ? first + kSharedBytes : ~uintptr_t{0};
+  const size_t in_dynamic = offset(address, block.shared.dynamic);
+  if (in_dynamic < block.shared.dynamic_bytes) return in_dynamic;
+  const size_t in_fixed = offset(address, block.shared.fixed);
+  return in_fixed < Library::instance().tls_bytes ? in_fixed + kSharedBytes : ~uintptr_t{0};
 }
 
 // Whether an address is of memory that other blocks may access and change: not of a thread's stack,
 // of a constant, nor what describes the launch.
 bool Races::is_global(uintptr_t address) const {
-  const auto is_of = [&](const void* object, size_t bytes) {
-    return address - reinterpret_cast<uintptr_t>(object) < bytes;
-  };
   const Library& library = Library::instance();
   return !block.owns(address) && address - library.begin >= library.constant_bytes &&
-         !is_of(&block, sizeof block) && !is_of(block.launch, sizeof *block.launch) &&
-         !is_of(block.launch->arguments, block.launch->argument_bytes);
+         offset(address, &block) >= sizeof block &&
+         offset(address, block.launch) >= sizeof *block.launch &&
+         offset(address, block.launch->arguments) >= block.launch->argument_bytes;
 }
 
 void Races::delay() {
@@ -567,7 +551,7 @@ void Races::check_global(uintptr_t address, size_t bytes, Next next) {
     end = std::min(address + bytes, end_of_page(at));
     Race race;
     {
-      const std::lock_guard<GlobalMemory::Page> lock(*page);
+      const std::lock_guard<std::mutex> lock(page->mutex);
       race = check(&page->cell(at), at, end, next);
     }
     if (race.before.clock != 0) report(race.before, next, race.at);
@@ -616,48 +600,44 @@ void Races::report(const Access& before, const Next& next, uintptr_t address) {
                           : before.clock == 0 ? order.before_call
                                               : memory.first + before.launch;
   const bool is_next_early = launch < order.number;
-  const auto lane = [&](const Access& access, bool is_of_launch) {
-    const dim3 grid = block.launch->grid;
-    const uint3 at{access.block % grid.x, access.block / grid.x % grid.y,
-                   access.block / grid.x / grid.y};
+  const auto does = [&](const Access& access, bool is_of_launch, const char* reads,
+                        const char* changes, const char* writes) {
     std::string name = "lane " + std::to_string(access.thread % kWarpSize) + " of warp " +
                        std::to_string(access.thread / kWarpSize);
-    if (next.is_shared) return name;
-    name += " of block " + (is_of_launch ? text(at) : std::to_string(access.block));
-    if (is_of_launch) return name;
-    return name + " of the kernel " + (is_next_early ? "before it" : "after it");
-  };
-  const auto verb = [](AccessKind kind, const char* read, const char* changed,
-                       const char* written) {
-    return is_read(kind) ? read : kind == AccessKind::kAtomic ? changed : written;
+    if (&access == &next && next.sender != nullptr)
+      name = "another block";
+    else if (!next.is_shared && is_of_launch)
+      name += " of block " + text(index_in(block.launch->grid, access.block));
+    else if (!next.is_shared)
+      name += " of block " + std::to_string(access.block) + " of the kernel " +
+              (is_next_early ? "before it" : "after it");
+    return name + (is_read(access.kind)                 ? reads
+                   : access.kind == AccessKind::kAtomic ? changes
+                                                        : writes);
   };
   // The return address comes just after the access.
   const auto at = [](const Access& access) {
     return place(Library::instance().code + access.code - 1);
   };
-  char hexadecimal[24];
-  std::snprintf(hexadecimal, sizeof hexadecimal, "0x%zx", size_t(address));
-  std::string what =
-      "race: " + (next.sender != nullptr ? "another block" : lane(next, true)) +
-      verb(next.kind, " reads ", " changes ", " writes ") +
-      (next.is_shared
-           ? describe(block.shared, address)
-           : (block.shared.has(reinterpret_cast<const void*>(address)) ? "shared" : "global") +
-                 std::string(" memory, byte ") + hexadecimal) +
-      at(next) + ", which ";
+  std::string what = "race: " + does(next, true, " reads ", " changes ", " writes ") +
+                     (next.is_shared ? describe(block.shared, address)
+                      : block.shared.has(reinterpret_cast<const void*>(address))
+                          ? "shared memory, byte " + hexadecimal(address)
+                          : "global memory, byte " + hexadecimal(address)) +
+                     at(next) + ", which ";
   if (before.clock == 0)
     what += "the kernel before may still write";
+  else if (next.is_shared)
+    what += does(before, true, " has read", " has changed", " has written") + at(before);
   else
-    what += lane(before, launch == order.number) +
-            (next.is_shared ? verb(before.kind, " has read", " has changed", " has written")
-                            : verb(before.kind, " reads it", " changes it", " writes it")) +
-            at(before);
+    what +=
+        does(before, launch == order.number, " reads it", " changes it", " writes it") + at(before);
   if (launch == order.number) {
-    what += std::string(next.is_shared ? ", " : ", and nothing orders them; ") +
-            missing_order(before, next);
+    what += next.is_shared ? ", " : ", and nothing orders them; ";
+    what += missing_order(before, next);
   } else {
-    what += is_next_early ? "; a wait_for_previous() before it would order them"
-                          : "; a wait_for_previous() there would order them";
+    what += "; a wait_for_previous() ";
+    what += is_next_early ? "before it would order them" : "there would order them";
     const uint32_t first = std::min(launch, order.number), second = std::max(launch, order.number);
     const bool is_unknown =
         is_next_early ? order.begins_after == 0 || before.clock == 0 : second > first + 1;
@@ -678,8 +658,7 @@ const char* Races::missing_order(const Access& before, const Next& next) const {
     return "a __syncwarp() between them would";
   if (before.block == next.block) return "a __syncthreads() between them would";
   if (is_strong(before.kind) && is_strong(next.kind))
-    return "atomic operations of the device's scope, not the block's, "
-           "would";
+    return "atomic operations of the device's scope, not the block's, would";
   GlobalMemory& memory = GlobalMemory::instance();
   Knowledge fenced;
   for (const uintptr_t word : of_thread[next.thread].loaded) {
@@ -690,8 +669,7 @@ const char* Races::missing_order(const Access& before, const Next& next) const {
   if (fenced.has(before.block, before.thread, before.clock))
     return "a __threadfence() after the load of the flag would";
   if (unfenced.has(before.block, before.thread, before.clock))
-    return "a __threadfence() after the first of them, before the atomic "
-           "or the flag, would";
+    return "a __threadfence() after the first of them, before the atomic or the flag, would";
   const auto cluster = static_cast<unsigned>(Scope::kCluster);
   if (group_of(*block.launch, before.block, cluster) ==
       group_of(*block.launch, next.block, cluster))

@@ -58,12 +58,12 @@ constexpr unsigned kScopes = 3;
 // Up to which time the accesses of a block's threads come first.
 struct Times {
   struct OfThread {
-    unsigned thread;
-    uint32_t clock;
+    uint32_t number;  // the thread's
+    uint32_t clock = 0;
   };
-  uint32_t block;              // its number in the grid
-  uint32_t all = 0;            // of every thread
-  std::vector<OfThread> more;  // of those that are further, ascending
+  uint32_t number;               // the block's in the grid
+  uint32_t all = 0;              // of every thread
+  std::vector<OfThread> more{};  // of those that are further, ascending
 
   void merge(const Times& other);
 };
@@ -76,7 +76,6 @@ struct Knowledge {
   bool is_empty() const { return blocks.empty() && complete == 0; }
   bool has(uint32_t block, unsigned thread, uint32_t clock) const;
   void merge(const Knowledge& other);
-  Times& of(uint32_t block);
 };
 
 // A launch's place in the order of launches.

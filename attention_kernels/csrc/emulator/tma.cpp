@@ -9,8 +9,7 @@ inline void check_multiple_of_16(const void* to, const void* from, unsigned byte
 }
 
 inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
-  const auto first = reinterpret_cast<uintptr_t>(a), second = reinterpret_cast<uintptr_t>(b);
-  return first < second + b_bytes && second < first + a_bytes;
+  return offset(a, b) < b_bytes || offset(b, a) < a_bytes;
 }
 
 // Returns what is shown of a byte of dynamic shared memory, or null: of static arrays it is not

@@ -44,18 +44,16 @@ void multiply_fence(Registers a, Registers b, Registers c, Registers d, const ch
 // The registers may be accessed from now on.
 inline void forget_fence(unsigned thread, const float* registers) {
   const auto has = [&](const FencedRegisters& fenced) {
-    return reinterpret_cast<uintptr_t>(registers) - reinterpret_cast<uintptr_t>(fenced.registers) <
-           fenced.content.size();
+    return offset(registers, fenced.registers) < fenced.content.size();
   };
   erase_if(this_fiber().block->in_flight.threads[thread].fenced, has);
 }
 
 inline bool is_fenced(const void* registers, size_t bytes) {
   for (const FencedRegisters& fenced : this_fiber().block->own().fenced) {
-    const size_t offset = static_cast<const unsigned char*>(registers) -
-                          static_cast<const unsigned char*>(fenced.registers);
-    if (offset < fenced.content.size() && bytes <= fenced.content.size() - offset &&
-        std::memcmp(registers, &fenced.content[offset], bytes) == 0)
+    const size_t first = offset(registers, fenced.registers), count = fenced.content.size();
+    if (first < count && bytes <= count - first &&
+        std::memcmp(registers, &fenced.content[first], bytes) == 0)
       return true;
   }
   return false;
@@ -178,13 +176,12 @@ inline void gather(const Product& product, unsigned warp, std::vector<uint16_t>&
 }
 
 const Site* product_that_reads(const void* memory, size_t bytes) {
-  const auto first = reinterpret_cast<uintptr_t>(memory);
   const auto& all = this_fiber().block->in_flight.products;
   for (unsigned warp = 0; warp < all.size(); ++warp) {
     for (const Product& product : all[warp].products) {
       bool reads = false;
       for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
-        reads |= reinterpret_cast<uintptr_t>(at) - first < bytes;
+        reads |= offset(at, memory) < bytes;
       });
       if (reads) return &product.site;
     }
@@ -197,7 +194,7 @@ inline void check_operands(const Product& product, unsigned warp) {
   const auto& copies = this_fiber().block->in_flight.copies;
   for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
     for (const BulkCopy& copy : copies) {
-      if (reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(copy.to) < copy.bytes)
+      if (offset(at, copy.to) < copy.bytes)
         fail(product.site, "an operand is still written by " + to_string(copy.site) +
                                ": no thread has waited for its barrier");
     }
@@ -332,10 +329,10 @@ inline void finish(const Product& product, unsigned warp) {
 }
 
 inline bool has(const WaitCall& call, const float* variable) {
-  return std::any_of(call.sums, call.sums + 2, [&](const Registers& sums) {
-    return reinterpret_cast<uintptr_t>(variable) - reinterpret_cast<uintptr_t>(sums.first) <
-           sums.bytes;
-  });
+  const auto has_it = [&](const Registers& sums) {
+    return offset(variable, sums.first) < sums.bytes;
+  };
+  return std::any_of(call.sums, call.sums + 2, has_it);
 }
 
 // Gives complete sums to the threads' variables.
