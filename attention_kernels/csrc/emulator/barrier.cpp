@@ -4,6 +4,7 @@
 namespace attention::ptx {
 
 constexpr unsigned kMostBytes = (1u << 20) - 1;  // of a phase
+constexpr const char* kLacksFence = "was initialized without a barrier_init_fence() after it";
 
 [[noreturn]] inline void barrier_failure(const Barrier* barrier, const Site& site,
                                          const std::string& what) {
@@ -63,8 +64,7 @@ inline KnownBarrier& find_initialized(const Barrier* barrier, const Site& site) 
 }
 
 inline void check_use(const Barrier* barrier, const Site& site) {
-  if (!find_initialized(barrier, site).is_fenced)
-    barrier_failure(barrier, site, "was initialized without a barrier_init_fence() after it");
+  if (!find_initialized(barrier, site).is_fenced) barrier_failure(barrier, site, kLacksFence);
 }
 
 inline void count_arrival(Barrier* barrier, unsigned bytes, const Site& site) {
@@ -106,21 +106,20 @@ void barrier_expect(Barrier* barrier, unsigned bytes, const char* file, int line
 // Counts an arrival from another block, or checks the barrier of its copy.
 inline void take_message(const Message& message) {
   Races* const races = this_fiber().block->races;
-  const BulkCopy& copy = message.copy;
-  auto* const barrier = static_cast<Barrier*>(const_cast<void*>(copy.barrier));
+  auto* const barrier = static_cast<Barrier*>(const_cast<void*>(message.barrier));
   const KnownBarrier* const known = find(barrier);
-  if (known == nullptr) barrier_failure(barrier, copy.site, "has not been initialized");
+  if (known == nullptr) barrier_failure(barrier, message.site, "has not been initialized");
   if (races != nullptr) {
     const auto number = static_cast<uint32_t>(this_fiber().block->number);
     if (!message.knowledge.has(number, known->thread, known->clock))
-      barrier_failure(barrier, copy.site,
+      barrier_failure(barrier, message.site,
                       "was initialized by its block, and nothing orders that before");
     races->release(barrier, message.knowledge);
   }
-  if (copy.bytes == 0) {
-    count_arrival(barrier, 0, copy.site);
+  if (message.bytes == 0) {
+    count_arrival(barrier, 0, message.site);
   } else if (!known->is_fenced) {
-    barrier_failure(barrier, copy.site, "was initialized without a barrier_init_fence() after it");
+    barrier_failure(barrier, message.site, kLacksFence);
   }
 }
 

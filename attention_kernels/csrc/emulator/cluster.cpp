@@ -22,7 +22,7 @@ const Site* Cluster::end(const Block& block) {
   if (block.error != cudaSuccess) failed = true;
   ++events;
   for (const Message& message : messages[rank])
-    if (message.copy.bytes > 0) return &message.copy.site;
+    if (message.bytes > 0) return &message.site;
   return nullptr;
 }
 
@@ -127,10 +127,10 @@ void store_to_block(float* here, unsigned block, float value, const char* file, 
   *reinterpret_cast<float*>(byte) = value;
 }
 
-void send(unsigned block, const BulkCopy& copy, const void* code) {
+void send(unsigned block, const BulkCopy& copy) {
   Block& self = *this_fiber().block;
   Cluster& cluster = *self.cluster;
-  Message message{copy, code, {}};
+  Message message{copy, {}};
   if (self.races != nullptr) {
     message.knowledge = self.races->knowledge();
     self.races->advance();
@@ -141,8 +141,8 @@ void send(unsigned block, const BulkCopy& copy, const void* code) {
       auto* const byte = static_cast<unsigned char*>(const_cast<void*>(here));
       return self.shared.in_other(byte, other->shared);
     };
-    if (copy.bytes > 0) message.copy.to = move(copy.to);
-    message.copy.barrier = move(copy.barrier);
+    if (copy.bytes > 0) message.to = move(copy.to);
+    message.barrier = move(copy.barrier);
     cluster.messages[block].push_back(message);
     ++cluster.events;
   } else {
@@ -168,12 +168,9 @@ void send_bytes(void* here, unsigned block, const unsigned* words, unsigned byte
     std::copy_n(words, bytes / sizeof(unsigned), last.begin());
     kept = last.data();
   }
-  const BulkCopy copy{here, bytes, barrier, site, line_of(kept, bytes)};
-  if (block != rank_of(self)) {
-    send(block, copy, code);
-    return;
-  }
-  begin_copy(copy, code);
+  const BulkCopy copy{here, bytes, barrier, site, code, line_of(kept, bytes)};
+  if (block != rank_of(self)) return send(block, copy);
+  begin_copy(copy);
   self.in_flight.progress();
 }
 
@@ -182,11 +179,7 @@ void barrier_arrive_at_block(Barrier* here, unsigned block, const char* file, in
   const Block& self = *this_fiber().block;
   if (block >= self.launch->blocks_of_cluster()) not_running(site);
   check_shared(here, "the address", site);
-  if (block == rank_of(self)) {
-    arrive(here, 0, site);
-  } else {
-    send(block, {nullptr, 0, here, site}, nullptr);
-  }
+  block == rank_of(self) ? arrive(here, 0, site) : send(block, {nullptr, 0, here, site, nullptr});
 }
 
 void receive_messages() {
@@ -199,14 +192,13 @@ void receive_messages() {
     messages.swap(block.cluster->messages[rank]);
   }
   for (const Message& message : messages) {
-    const BulkCopy& copy = message.copy;
     take_message(message);
     block.in_flight.progress();
-    if (copy.bytes == 0) continue;
+    if (message.bytes == 0) continue;
     if (block.races != nullptr)
-      block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge,
-                                   copy.barrier);
-    add_copy(copy, message.code);
+      block.races->copy_from_block(message.to, message.bytes, message.code, message.knowledge,
+                                   message.barrier);
+    add_copy(message);
   }
 }
 

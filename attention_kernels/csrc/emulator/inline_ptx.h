@@ -180,10 +180,10 @@ auto* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
-// Calls a function for numbers, or for both numbers of pairs.
+// Calls a function for numbers, those of 16 bits as float, or for both numbers of pairs.
 template <typename Function, typename T, typename... More>
 T each(Function function, T a, More... more) {
-  if constexpr (std::is_same_v<T, double>)
+  if constexpr (std::is_arithmetic_v<T>)
     return function(a, more...);
   else
     return T(function(float(a), float(more)...));
@@ -213,22 +213,16 @@ T apply(const char* name, T a) {
 
 template <typename T>
 T smaller(T a, T b) {
-  if constexpr (std::is_integral_v<T>) return min(a, b);
-  return each([](auto x, auto y) { return std::fmin(x, y); }, a, b);
+  return each([](auto x, auto y) { return min(x, y); }, a, b);
 }
 template <typename T>
 T larger(T a, T b) {
-  if constexpr (std::is_integral_v<T>) return max(a, b);
-  return each([](auto x, auto y) { return std::fmax(x, y); }, a, b);
+  return each([](auto x, auto y) { return max(x, y); }, a, b);
 }
 template <typename T>
 T fused(T a, T b, T c) {
-  if constexpr (std::is_floating_point_v<T>)
-    return std::fma(a, b, c);
-  else if constexpr (sizeof(T) == 2)
-    return __hfma(a, b, c);
-  else
-    return __hfma2(a, b, c);
+  using Exact = std::conditional_t<std::is_arithmetic_v<T>, T, double>;  // rounded once
+  return each([](Exact x, Exact y, Exact z) { return std::fma(x, y, z); }, a, b, c);
 }
 
 template <typename T>

@@ -60,62 +60,35 @@ struct Flag {
 constexpr size_t kExplained = 256;
 
 constexpr uintptr_t kPageBytes = 4096;
-constexpr size_t kPages = 8192, kSlots = 2 * kPages;  // 1 GB of cells at most, for 32 MB of memory
-constexpr size_t kCellsPerPage = kPageBytes / kCellBytes;
+constexpr size_t kPages = 8192;  // 1 GB of cells at most, for 32 MB of memory
 
 struct GlobalMemory {
   struct Page {
-    std::atomic<uintptr_t> number{0};
-    Cell* cells = nullptr;
     std::mutex mutex;  // of the cells: no thread may fail before it unlocks it
+    Cell cells[kPageBytes / kCellBytes];
 
     Cell& cell(uintptr_t address) { return cells[address % kPageBytes / kCellBytes]; }
   };
 
-  std::mutex mutex;  // of what follows, and of new pages
+  std::mutex mutex;  // of what follows
   std::map<uintptr_t, Flag> flags;
   std::map<uint32_t, LaunchOrder*> launches;
   // By launch, block and thread, the time of the last proxy fence for global memory.
   std::map<std::array<uint32_t, 3>, uint32_t> proxy_fences;
   uint32_t calls = 0, last = 1, first = 1;  // first: the number of launch 0 in cells
-  size_t used = 0;
-  Cell* cells = nullptr;
-  Page pages[kSlots];
+  std::unordered_map<uintptr_t, Page> pages;
 
   static GlobalMemory& instance() {
     static GlobalMemory* const memory = new GlobalMemory;
     return *memory;
   }
 
-  // Returns the slot of a page's number, or the empty one where it belongs.
-  Page& slot_of(uintptr_t number) {
-    for (size_t i = number * 0x9e3779b97f4a7c15u >> 40;; ++i) {
-      const uintptr_t there = pages[i % kSlots].number.load(std::memory_order_acquire);
-      if (there == number || there == 0) return pages[i % kSlots];
-    }
-  }
-
   // Returns the page of an address. Null if there is none and `adds` is false, or no room for one.
   Page* find(uintptr_t address, bool adds) {
-    const uintptr_t number = address / kPageBytes;
-    if (Page& page = slot_of(number); page.number == number) return &page;
-    if (!adds) return nullptr;
     const std::lock_guard<std::mutex> lock(mutex);
-    Page& page = slot_of(number);
-    if (page.number == number) return &page;
-    if (used == kPages) return nullptr;
-    if (cells == nullptr) cells = reserve<Cell>(kPages * kCellsPerPage);
-    page.cells = cells + used++ * kCellsPerPage;
-    page.number.store(number, std::memory_order_release);
-    return &page;
-  }
-
-  void clear() {
-    first = last;
-    if (used == 0) return;
-    for (Page& page : pages) page.number = 0;
-    madvise(cells, used * kCellsPerPage * sizeof(Cell), MADV_DONTNEED);
-    used = 0;
+    const auto found = pages.find(address / kPageBytes);
+    if (found != pages.end()) return &found->second;
+    return adds && pages.size() < kPages ? &pages[address / kPageBytes] : nullptr;
   }
 
   // Notes a race unless launch `number` begins after `before`. Returns whether that is still
@@ -148,7 +121,10 @@ inline void forget(const void* memory, size_t bytes) {
 Call::Call(size_t launches) {
   GlobalMemory& memory = GlobalMemory::instance();
   const std::lock_guard<std::mutex> lock(memory.mutex);
-  if (memory.calls++ == 0) memory.clear();
+  if (memory.calls++ == 0) {
+    memory.first = memory.last;
+    memory.pages.clear();
+  }
   before = ++memory.last;
   memory.last += static_cast<uint32_t>(launches);
 }

@@ -26,6 +26,7 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 
 // Hides what these files define, but not what the headers above declare, from other libraries.

@@ -51,9 +51,7 @@ std::string left_by(const InFlight& in_flight, unsigned thread, bool is_last);
 
 // What one block sends to another: a copy into its shared memory or, of 0 bytes, an arrival at one
 // of its barriers.
-struct Message {
-  BulkCopy copy;
-  const void* code;     // the call's return address
+struct Message : BulkCopy {
   Knowledge knowledge;  // of the sending thread
 };
 
@@ -100,14 +98,14 @@ void show(const void* from, size_t bytes);
 bool is_shown(const void* from, size_t bytes);
 // begin_copy() begins a copy of the calling thread; add_copy() one that may also
 // be another block's, if nothing in flight uses its destination; fill_tile() copies a box.
-void begin_copy(const BulkCopy& copy, const void* code);
-void add_copy(const BulkCopy& copy, const void* code);
+void begin_copy(const BulkCopy& copy);
+void add_copy(const BulkCopy& copy);
 void fill_tile(const BulkCopy& copy);
 // Returns the box of contiguous bytes.
 Box line_of(const void* memory, size_t bytes);
 
 // Sends a copy or an arrival to another block of the cluster.
-void send(unsigned block, const BulkCopy& copy, const void* code);
+void send(unsigned block, const BulkCopy& copy);
 }  // namespace attention::ptx
 
 #pragma GCC visibility pop

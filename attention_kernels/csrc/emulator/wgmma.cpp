@@ -29,31 +29,34 @@ void check_visible(const unsigned char* bytes, size_t count, const Site& site) {
 
 // ---- Registers ----------------------------------------------------------------------------------
 
+// They hold this content from now on.
+inline void remember(OfThread& thread, const void* registers, const void* content, size_t bytes) {
+  const auto is_it = [&](const FencedRegisters& fenced) { return fenced.registers == registers; };
+  erase_if(thread.fenced, is_it);
+  const auto* const first = static_cast<const unsigned char*>(content);
+  thread.fenced.push_back({registers, {first, first + bytes}});
+}
+
 void multiply_fence(Registers a, Registers b, Registers c, Registers d, const char* file,
                     int line) {
-  auto& mine = this_fiber().block->own().fenced;
-  for (const Registers& one : {a, b, c, d}) {
-    if (one.bytes == 0) continue;
-    erase_if(mine, [&](const FencedRegisters& fenced) { return fenced.registers == one.first; });
-    const auto* const bytes = static_cast<const unsigned char*>(one.first);
-    mine.push_back({bytes, {bytes, bytes + one.bytes}});
-  }
+  for (const Registers& one : {a, b, c, d})
+    if (one.bytes != 0) remember(this_fiber().block->own(), one.first, one.first, one.bytes);
   meet({}, {"multiply_fence", file, line});
 }
 
 // The registers may be accessed from now on.
-inline void forget_fence(unsigned thread, const float* registers) {
+inline void forget_fence(OfThread& thread, const float* registers) {
   const auto has = [&](const FencedRegisters& fenced) {
     return offset(registers, fenced.registers) < fenced.content.size();
   };
-  erase_if(this_fiber().block->in_flight.threads[thread].fenced, has);
+  erase_if(thread.fenced, has);
 }
 
-inline bool is_fenced(const void* registers, size_t bytes) {
+inline bool is_fenced(const void* registers, const void* content, size_t bytes) {
   for (const FencedRegisters& fenced : this_fiber().block->own().fenced) {
     const size_t first = offset(registers, fenced.registers), count = fenced.content.size();
     if (first < count && bytes <= count - first &&
-        std::memcmp(registers, &fenced.content[first], bytes) == 0)
+        std::memcmp(content, &fenced.content[first], bytes) == 0)
       return true;
   }
   return false;
@@ -65,35 +68,22 @@ inline SumsInFlight* sums_in_flight(const float* variable, unsigned lane) {
   return nullptr;
 }
 
-// Whether no lane has written the sums since they were complete.
-inline bool has_same_values(const ProductCall& call, unsigned lane) {
-  for (const SumsInFlight& sums : products_of_warp().complete) {
-    if (sums.variables[lane] != call.sums || sums.count != unsigned(call.count)) continue;
-    for (unsigned i = 0; i < sums.count; ++i)
-      if (std::memcmp(call.each[i], &sums.values[lane * sums.count + i], sizeof(float)) != 0)
-        return false;
-    return true;
-  }
-  return false;
-}
-
 void fence_all() { this_fiber().block->own().lacks_fence = false; }
 
 inline void check_fenced(const ProductCall& call, const Site& site) {
-  const unsigned lane = this_fiber().thread % kWarpSize;
-  if (call.each != nullptr) {
-    if (sums_in_flight(call.sums, lane) == nullptr && !has_same_values(call, lane) &&
-        this_fiber().block->own().lacks_fence)
-      fail(site, "the sums have been accessed, and no wgmma.fence was executed since");
-    return;
-  }
-  const char* const text =
-      " have been accessed, and no multiply_fence() that takes them was called since";
-  if (sums_in_flight(call.sums, lane) == nullptr &&
-      !is_fenced(call.sums, call.count * sizeof(float)))
-    fail(site, std::string("the sums") + text);
-  if (call.a_registers != nullptr && !is_fenced(call.a_registers, 4 * sizeof(unsigned)))
-    fail(site, std::string("the registers of A") + text);
+  const bool is_asm = call.each != nullptr;
+  std::vector<float> sums;
+  for (int i = 0; i < call.count; ++i) sums.push_back(is_asm ? *call.each[i] : call.sums[i]);
+  const char* const missing =
+      is_asm ? " have been accessed, and no wgmma.fence was executed since"
+             : " have been accessed, and no multiply_fence() that takes them was called since";
+  if (sums_in_flight(call.sums, this_fiber().thread % kWarpSize) == nullptr &&
+      !(is_asm && !this_fiber().block->own().lacks_fence) &&
+      !is_fenced(call.sums, sums.data(), sums.size() * sizeof(float)))
+    fail(site, std::string("the sums") + missing);
+  if (!is_asm && call.a_registers != nullptr &&
+      !is_fenced(call.a_registers, call.a_registers, 4 * sizeof(unsigned)))
+    fail(site, std::string("the registers of A") + missing);
 }
 
 // ---- Operands -----------------------------------------------------------------------------------
@@ -347,13 +337,20 @@ inline void give(const SumsInFlight& sums, const MatrixCalls& calls, const Site&
       fail(site, "the sums of " + product + " are complete, and it does not take them");
     for (unsigned i = 0; i < sums.count; ++i)
       sums.variable(lane, i) = sums.values[lane * sums.count + i];
-    forget_fence(self.thread / kWarpSize * kWarpSize + lane, sums.variables[lane]);
+    OfThread& thread = self.block->in_flight.threads[self.thread / kWarpSize * kWarpSize + lane];
+    if (sums.each.empty()) {
+      forget_fence(thread, sums.variables[lane]);
+    } else {
+      const float* const content = &sums.values[lane * sums.count];
+      remember(thread, sums.variables[lane], content, sums.count * sizeof(float));
+      thread.lacks_fence = true;
+    }
   }
 }
 
 inline void finish_products(const MatrixCalls& calls, const Site& site) {
   const Fiber& self = this_fiber();
-  const unsigned warp = self.thread / kWarpSize, first = warp * kWarpSize;
+  const unsigned warp = self.thread / kWarpSize;
   ProductsOfWarp& mine = products_of_warp();
   const auto is_due = [&](const Product& product) {
     return product.group + calls[0]->leading_dimension < mine.group;
@@ -361,18 +358,10 @@ inline void finish_products(const MatrixCalls& calls, const Site& site) {
   for (const Product& product : mine.products)
     if (is_due(product)) finish(product, warp);
   erase_if(mine.products, is_due);
-  for (const SumsInFlight& sums : mine.sums) {
-    if (sums.products != 0) continue;
-    give(sums, calls, site);
-    if (sums.each.empty()) continue;
-    const auto is_same = [&](const auto& one) { return one.variables[0] == sums.variables[0]; };
-    erase_if(mine.complete, is_same);
-    mine.complete.push_back(sums);
-    for (unsigned lane = 0; lane < kWarpSize; ++lane)
-      self.block->in_flight.threads[first + lane].lacks_fence = true;
-  }
+  for (const SumsInFlight& sums : mine.sums)
+    if (sums.products == 0) give(sums, calls, site);
   erase_if(mine.sums, [](const SumsInFlight& sums) { return sums.products == 0; });
-  if (self.block->races != nullptr) self.block->races->share(first);
+  if (self.block->races != nullptr) self.block->races->share(warp * kWarpSize);
 }
 
 void wait(int groups, const WaitCall& call, const Site& site) {

@@ -291,7 +291,7 @@ struct Recorder {
     });
   }
 
-  void copy(const BulkCopy& copy, bool is_store, const void* code) {
+  void copy(const BulkCopy& copy, bool is_store) {
     const unsigned warp = thread()->thread / kWarpSize;
     const Kind kind = is_store ? Kind::kTmaStore : Kind::kTmaLoad;
     std::vector<Range> rows;
@@ -299,9 +299,9 @@ struct Recorder {
       if (bytes > 0) rows.push_back({reinterpret_cast<uintptr_t>(row), bytes});
     });
     const Range tensor = tensor_of(reinterpret_cast<uintptr_t>(copy.from.map.tensor));
-    Place& global = place_of(code, copy.bytes, false, kind, tensor);
+    Place& global = place_of(copy.code, copy.bytes, false, kind, tensor);
     global.count({block, warp}, [&] { global.count_sectors(rows); });
-    count_tile(code, copy.bytes, kind, warp, reinterpret_cast<uintptr_t>(copy.to));
+    count_tile(copy.code, copy.bytes, kind, warp, reinterpret_cast<uintptr_t>(copy.to));
   }
 
   void product(const Product& product, unsigned warp) {
@@ -449,9 +449,7 @@ int main(int, char** arguments) {
   const Library& program = Library::instance();
   recorder.static_shared = {reinterpret_cast<uintptr_t>(program.storage()), program.storage_bytes,
                             "static"};
-  on_copy = [](const BulkCopy& copy, bool is_store, const void* code) {
-    recorder.copy(copy, is_store, code);
-  };
+  on_copy = [](const BulkCopy& copy, bool is_store) { recorder.copy(copy, is_store); };
   on_product = [](const Product& product, unsigned warp) { recorder.product(product, warp); };
 
   // Zeros; views of one fused qkv if the version reads strided inputs.
