@@ -38,24 +38,17 @@ class lanes {
   int all(int predicate, ATTENTION_EMULATOR_SITE) const {
     return __all_sync(mask, predicate, file, line);
   }
-  template <typename T>
-  T shfl(T value, int rank, ATTENTION_EMULATOR_SITE) const {
-    return from(value, rank, {"shfl", file, line});
+#define ATTENTION_EMULATOR_SHUFFLE(name, source)                     \
+  template <typename T>                                              \
+  T name(T value, unsigned operand, ATTENTION_EMULATOR_SITE) const { \
+    [[maybe_unused]] const unsigned rank = thread_rank();            \
+    return from(value, source, {#name, file, line});                 \
   }
-  template <typename T>
-  T shfl_down(T value, unsigned delta, ATTENTION_EMULATOR_SITE) const {
-    const unsigned rank = thread_rank() + delta;
-    return from(value, rank < size() ? rank : thread_rank(), {"shfl_down", file, line});
-  }
-  template <typename T>
-  T shfl_up(T value, unsigned delta, ATTENTION_EMULATOR_SITE) const {
-    const unsigned rank = thread_rank();
-    return from(value, delta <= rank ? rank - delta : rank, {"shfl_up", file, line});
-  }
-  template <typename T>
-  T shfl_xor(T value, unsigned bits, ATTENTION_EMULATOR_SITE) const {
-    return from(value, thread_rank() ^ bits, {"shfl_xor", file, line});
-  }
+  ATTENTION_EMULATOR_SHUFFLE(shfl, operand)
+  ATTENTION_EMULATOR_SHUFFLE(shfl_down, rank + operand < size() ? rank + operand : rank)
+  ATTENTION_EMULATOR_SHUFFLE(shfl_up, operand <= rank ? rank - operand : rank)
+  ATTENTION_EMULATOR_SHUFFLE(shfl_xor, rank ^ operand)
+#undef ATTENTION_EMULATOR_SHUFFLE
   // Used by reduce().
   template <typename T, typename Function>
   T reduced(T value, Function function, const emulator::Site& site) const {

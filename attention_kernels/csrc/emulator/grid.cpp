@@ -198,6 +198,11 @@ class Turns {
   uint64_t missing, random;
 };
 
+struct Outcome {
+  cudaError_t error = cudaSuccess;
+  std::string message;
+};
+
 // The blocks of a launch, run by any number of OS threads; with clusters, by one thread per block
 // of a cluster, so that all unfinished blocks of the first unfinished cluster run at once; or by
 // one thread per block of the grid, if all blocks must run at once. A block that has started runs
@@ -212,8 +217,7 @@ struct GridRun {
   std::atomic<uint64_t> next{0};
   std::mutex mutex;
   uint64_t failed;  // its place in the order
-  cudaError_t error = cudaSuccess;
-  std::string message;
+  Outcome outcome;
   std::deque<std::thread> others;  // OS threads
   std::optional<Turns> turns;
 
@@ -247,10 +251,9 @@ struct GridRun {
     for (uint64_t i = place == blocks || launch.is_at_once ? 0 : place / cluster;
          i < clusters.size(); ++i)
       clusters[order[i]].failed = true;
-    if (error != cudaSuccess && place >= failed) return;
+    if (outcome.error != cudaSuccess && place >= failed) return;
     failed = place;
-    error = code;
-    message = what;
+    outcome = {code, what};
   }
 
   void work() {
@@ -317,7 +320,7 @@ struct GridRun {
     ++round, stuck = 0;
     if (++rounds < 3) return false;  // a block may have changed a word after others had read it
     if (next >= blocks || running < cluster || running + cluster > most_resident ||
-        error != cudaSuccess)
+        outcome.error != cudaSuccess)
       return true;
     const uint64_t more = std::min<uint64_t>(running, most_resident - running) / cluster * cluster;
     return !start_others(others.size() + std::min(more, blocks - next));
@@ -326,11 +329,6 @@ struct GridRun {
   // For std::thread. Its template instances are visible to other libraries, so their arguments must
   // not be our types.
   static void thread_main(void* run) { static_cast<GridRun*>(run)->work(); }
-};
-
-struct Outcome {
-  cudaError_t error = cudaSuccess;
-  std::string message;
 };
 
 // Reads the settings and checks the launch before it runs.
@@ -398,42 +396,33 @@ inline Outcome run_grid(Launch launch) {
   if (!are_enough && run.turns) run.turns->give_up();
   run.work();
   run.join_others();
-  return {run.error, run.message};
+  return run.outcome;
 }
 
 // ---- Launches -----------------------------------------------------------------------------------
 
 // A launch that later ones may overlap.
-struct PreviousLaunch {
+struct QueuedLaunch {
   Launch launch;
   void (*release)(const void* arguments);
-  bool waited = false;
   std::mutex mutex;
   bool has_run = false;
   Outcome outcome;
   LaunchOrder order;
-  PreviousLaunch* before = nullptr;  // of the same call, if there is one
+  const QueuedLaunch* before = nullptr;  // of the same call, if there is one
 
-  PreviousLaunch(const Launch& l, void (*r)(const void*)) : launch(l), release(r) {
-    launch.waited = &waited;
+  QueuedLaunch(const Launch& l, void (*r)(const void*)) : launch(l), release(r) {
     launch.in_stream = &order;
   }
-  ~PreviousLaunch() { release(launch.arguments); }
+  ~QueuedLaunch() { release(launch.arguments); }
+  QueuedLaunch(const QueuedLaunch&) = delete;
 
-  // The launch is the `index`-th of a call that begins after launch `before_call`.
-  void begin(uint32_t before_call, uint32_t index, PreviousLaunch* earlier) {
-    order.number = before_call + 1 + index;
-    order.before_call = before_call;
-    before = earlier;
-    register_launch(order, true);
-  }
   // What has ended when the launch begins, if that is known.
   uint32_t begins_after() const {
     if (!launch.is_early) return order.number - 1;
     if (before == nullptr) return order.before_call - 1;
     return before->has_run ? before->order.allows : 0;
   }
-  PreviousLaunch(const PreviousLaunch&) = delete;
 
   // Runs the launch on the first call. It gets its own OS thread if the caller's holds the static
   // shared arrays of the next launch.
@@ -441,7 +430,7 @@ struct PreviousLaunch {
     const std::lock_guard<std::mutex> lock(mutex);
     if (std::exchange(has_run, true)) return outcome;
     if (on_own_thread) {
-      std::thread(&PreviousLaunch::thread_main, static_cast<void*>(this)).join();
+      std::thread(&QueuedLaunch::thread_main, static_cast<void*>(this)).join();
     } else {
       thread_main(this);
     }
@@ -449,24 +438,22 @@ struct PreviousLaunch {
   }
 
   static void thread_main(void* self) {
-    auto& it = *static_cast<PreviousLaunch*>(self);
+    auto& it = *static_cast<QueuedLaunch*>(self);
     LaunchOrder& order = it.order;
     order.begins_after = it.begins_after();
     it.outcome = run_grid(it.launch);
     order.begins_after = it.begins_after();
     // A block that does not know more lets the next launch start as early as it has started.
-    if (order.allows < order.number - 1 && order.allows < order.begins_after)
-      order.allows = order.begins_after;
-    if (it.outcome.error == cudaSuccess && order.begins_after != 0 &&
-        order.deferred > order.begins_after)
-      it.outcome = {cudaErrorLaunchFailure, order.message};
+    if (order.allows < order.number - 1) order.allows = std::max(order.allows, order.begins_after);
     register_launch(order, false);
-    if (it.outcome.error == cudaSuccess && it.launch.is_early && !it.waited) {
+    if (it.outcome.error != cudaSuccess) return;
+    if (order.begins_after != 0 && order.deferred > order.begins_after)
+      it.outcome = {cudaErrorLaunchFailure, order.message};
+    else if (it.launch.is_early && !order.waited)
       it.outcome = {cudaErrorLaunchFailure,
                     "a kernel that is launched early ended, and none of its threads called "
                     "wait_for_previous(): the next kernel may start before the previous one has "
                     "ended"};
-    }
   }
 };
 
@@ -474,7 +461,7 @@ struct PreviousLaunch {
 struct HostThread {
   std::string error;
   bool queues = false;
-  std::vector<std::unique_ptr<PreviousLaunch>> launches;
+  std::vector<std::unique_ptr<QueuedLaunch>> launches;
   cudaError_t kept = cudaSuccess;  // of launches that returned none
   bool is_taken = false;
 
@@ -522,9 +509,8 @@ cudaError_t kept_error(Taking taking) {
 }
 
 // Runs `count` launches, all early except the first, starting with the last.
-inline const Outcome& run_overlapping(const std::unique_ptr<PreviousLaunch>* launches,
-                                      size_t count) {
-  for (size_t i = 1; i < count; ++i) launches[i]->launch.previous = launches[i - 1].get();
+inline const Outcome& run_overlapping(const std::unique_ptr<QueuedLaunch>* launches, size_t count) {
+  for (size_t i = 1; i < count; ++i) launches[i]->order.previous = launches[i - 1].get();
   for (size_t i = count; i-- > 0;) {
     if (launches[i]->run(/*on_own_thread=*/i + 1 < count).error != cudaSuccess) break;
   }
@@ -538,8 +524,13 @@ cudaError_t finish_launches(cudaError_t error) {
   const auto launches = std::move(host.launches);
   if (error != cudaSuccess) return error;
   const Call call(launches.size());
-  for (size_t i = 0; i < launches.size(); ++i)
-    launches[i]->begin(call.before, i, i > 0 ? launches[i - 1].get() : nullptr);
+  for (size_t i = 0; i < launches.size(); ++i) {
+    LaunchOrder& order = launches[i]->order;
+    order.number = call.before + 1 + static_cast<uint32_t>(i);
+    order.before_call = call.before;
+    if (i > 0) launches[i]->before = launches[i - 1].get();
+    register_launch(order, true);
+  }
   for (size_t first = 0, end; first < launches.size(); first = end) {
     end = first + 1;
     while (end < launches.size() && launches[end]->launch.is_early) ++end;
@@ -553,17 +544,12 @@ cudaError_t finish_launches(cudaError_t error) {
 }
 
 cudaError_t run_launch(const Launch& launch, void (*release)(const void* arguments)) {
-  auto one = std::make_unique<PreviousLaunch>(launch, release);
+  auto one = std::make_unique<QueuedLaunch>(launch, release);
   HostThread& host = HostThread::own();
-  if (host.queues) {
-    uint64_t workers;
-    const Outcome wrong = check(one->launch, workers);
-    if (wrong.error == cudaSuccess) host.launches.push_back(std::move(one));
-    return host.report(wrong);
-  }
-  const Call call(1);
-  one->begin(call.before, 0, nullptr);
-  return host.report(one->run(/*on_own_thread=*/false));
+  uint64_t workers;
+  const cudaError_t error = host.report(check(one->launch, workers));
+  if (error == cudaSuccess) host.launches.push_back(std::move(one));
+  return host.queues ? error : finish_launches(error);
 }
 
 cudaError_t run_queued() {
@@ -576,11 +562,11 @@ cudaError_t run_queued() {
 
 void wait_for_previous() {
   Block& block = *this_fiber().block;
-  if (block.launch->waited != nullptr)
-    __atomic_store_n(block.launch->waited, true, __ATOMIC_RELAXED);
-  if (PreviousLaunch* const previous = block.launch->previous) {
+  LaunchOrder& order = *block.launch->in_stream;
+  __atomic_store_n(&order.waited, true, __ATOMIC_RELAXED);
+  if (order.previous != nullptr) {
     const unsigned ticks = block.signals.ticks;  // without those of the other launch
-    const Outcome& outcome = previous->run(/*on_own_thread=*/true);
+    const Outcome& outcome = order.previous->run(/*on_own_thread=*/true);
     block.signals.ticks = ticks;
     if (outcome.error != cudaSuccess) fail(outcome.error, outcome.message);
   }
@@ -599,7 +585,7 @@ void note_event(const Launch& launch) {
 void end_if_hopeless(const Site& site, const void* code) {
   Block& block = *this_fiber().block;
   GridRun& run = *block.launch->run;
-  if (__atomic_load_n(&run.error, __ATOMIC_RELAXED) != cudaSuccess)
+  if (__atomic_load_n(&run.outcome.error, __ATOMIC_RELAXED) != cudaSuccess)
     fail(emulatorErrorCluster, "another block of the grid has failed");
   if (block.in_flight.rotations < 8 || !run.is_hopeless(block)) return;
   const uint64_t left = run.blocks - std::min<uint64_t>(run.next, run.blocks);

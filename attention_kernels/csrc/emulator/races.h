@@ -78,6 +78,8 @@ struct Knowledge {
   void merge(const Knowledge& other);
 };
 
+struct QueuedLaunch;  // in grid.cpp
+
 // A launch's place in the order of launches.
 struct LaunchOrder {
   uint32_t number = 0;
@@ -87,6 +89,8 @@ struct LaunchOrder {
   // A race, unless this launch begins after launch `deferred`.
   uint32_t deferred = 0;
   char message[1024];
+  QueuedLaunch* previous = nullptr;  // the launch that it overlaps, which may not have run yet
+  bool waited = false;               // whether a thread has waited for that
 };
 
 struct Access {
