@@ -9,8 +9,8 @@ constexpr const char* kLacksFence = "was initialized without a barrier_init_fenc
 [[noreturn]] inline void barrier_failure(const Barrier* barrier, const Site& site,
                                          const std::string& what) {
   const Block& block = *this_fiber().block;
-  const std::string place = describe(block.shared, reinterpret_cast<uintptr_t>(barrier));
-  fail(site, "the barrier at " + place + " " + what);
+  fail(site, format("the barrier at {} {}",
+                    describe(block.shared, reinterpret_cast<uintptr_t>(barrier)), what));
 }
 
 inline KnownBarrier* find(const Barrier* barrier) {
@@ -28,7 +28,7 @@ inline void complete_if_due(Barrier* barrier) {
 void barrier_init(Barrier* barrier, unsigned arrivals, const char* file, int line) {
   if (arrivals == 0 || arrivals > 0xffff)
     barrier_failure(barrier, {"barrier_init", file, line},
-                    "cannot wait for " + std::to_string(arrivals) + " arrivals");
+                    format("cannot wait for {} arrivals", arrivals));
   *barrier = {static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0, 0};
   const Fiber& self = this_fiber();
   KnownBarrier known{barrier};
@@ -70,9 +70,8 @@ inline void check_use(const Barrier* barrier, const Site& site) {
 inline void count_arrival(Barrier* barrier, unsigned bytes, const Site& site) {
   if (barrier->left == 0)
     barrier_failure(barrier, site,
-                    "has all of its " + std::to_string(barrier->expected) +
-                        " arrivals, and waits only for " + std::to_string(barrier->bytes) +
-                        " bytes");
+                    format("has all of its {} arrivals, and waits only for {} bytes",
+                           barrier->expected, int{barrier->bytes}));
   if (bytes > kMostBytes) barrier_failure(barrier, site, "cannot wait for so many bytes");
   barrier->bytes += static_cast<int>(bytes);
   --barrier->left;
@@ -161,18 +160,16 @@ inline void wait_for_others(const Barrier* barrier, const Site& site) {
   if (!never_ends(/*at_barrier=*/true)) return switch_to(this_fiber().block->yield());
   const Block& block = *this_fiber().block;
   const std::string others = waiting_threads(block);
-  if (barrier == nullptr) {
+  if (barrier == nullptr)
     fail(cudaErrorLaunchTimeout,
-         (to_string(site) + (" never ends: no warp gives up registers" + others)).c_str());
-  }
-  std::string what = "never passes: its phase of parity " + std::to_string(barrier->phase) +
-                     " has " + std::to_string(barrier->expected - barrier->left) + " of " +
-                     std::to_string(barrier->expected) + " arrivals";
+         format("{} never ends: no warp gives up registers{}", site, others));
+  std::string what =
+      format("never passes: its phase of parity {} has {} of {} arrivals", unsigned{barrier->phase},
+             barrier->expected - barrier->left, barrier->expected);
   if (barrier->bytes > 0)
-    what += " and waits for " + std::to_string(barrier->bytes) + " bytes that no copy brings";
+    what += format(" and waits for {} bytes that no copy brings", int{barrier->bytes});
   if (barrier->bytes < 0)
-    what +=
-        " and copies brought " + std::to_string(-barrier->bytes) + " bytes more than it expects";
+    what += format(" and copies brought {} bytes more than it expects", -barrier->bytes);
   barrier_failure(barrier, site, what + others);
 }
 
@@ -219,7 +216,7 @@ inline bool has_registers(unsigned registers, bool raises, const Site& site) {
   unsigned& mine = in_flight.registers[self.thread / kWarpSize];
   if (mine == registers) return true;
   if (raises != (registers > mine))
-    fail(site, "the warp has " + std::to_string(mine) + " registers per thread");
+    fail(site, format("the warp has {} registers per thread", mine));
   if (raises && (registers - mine) * kWarpSize > in_flight.free_registers) return false;
   in_flight.free_registers += (mine - registers) * kWarpSize;  // modulo 2^32
   mine = registers;

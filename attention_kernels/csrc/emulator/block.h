@@ -40,7 +40,8 @@ struct Device {
   static Device emulated();
 };
 
-struct Cluster;  // cluster.h
+class Races;     // races.cpp
+struct Cluster;  // runtime.h
 struct GridRun;
 
 struct Launch {

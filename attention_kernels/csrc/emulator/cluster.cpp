@@ -96,9 +96,7 @@ void cluster_wait(const char* file, int line) {
     const uint64_t arrived = cluster.arrived.load();
     if (arrived >= due) break;
     if (never_ends(/*at_barrier=*/false))
-      fail(site,
-           "never passes: " + std::to_string(due - arrived) +
-               " threads of the cluster do not arrive",
+      fail(site, format("never passes: {} threads of the cluster do not arrive", due - arrived),
            cudaErrorLaunchTimeout);
     switch_to(block.yield());
   }

@@ -14,12 +14,11 @@ namespace attention::emulator {
 constexpr long kTickNanoseconds = 50'000'000;
 constexpr double kTicksPerSecond = 1e9 / kTickNanoseconds;
 
-// ", in code at +0x1f of v07.so", from which the ladder finds the source line.
-inline std::string place(uintptr_t code) {
+std::string place(uintptr_t code) {
   Dl_info library{};
   dladdr(reinterpret_cast<void*>(code), &library);
-  return ", in code at +" + hexadecimal(offset(code, library.dli_fbase)) + " of " +
-         (library.dli_fname ? library.dli_fname : "an unknown library");
+  return format(", in code at +{} of {}", hexadecimal(offset(code, library.dli_fbase)),
+                library.dli_fname ? library.dli_fname : "an unknown library");
 }
 
 // ---- The compiler's checks ----------------------------------------------------------------------
@@ -56,28 +55,27 @@ extern "C" {
     const AccessCheck* check, uintptr_t address) {
   const uintptr_t alignment = uintptr_t{1} << check->log_alignment;
   if (address % alignment != 0)
-    fail(cudaErrorMisalignedAddress, "misaligned access at " + check->at.text() + ": a " +
-                                         check->type->name + " that is not at a multiple of " +
-                                         std::to_string(alignment) + " bytes");
-  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
-                                    ": no room for a " + check->type->name);
+    fail(cudaErrorMisalignedAddress,
+         format("misaligned access at {}: a {} that is not at a multiple of {} bytes",
+                check->at.text(), check->type->name, alignment));
+  fail(cudaErrorIllegalAddress, format("access out of bounds of an array at {}: no room for a {}",
+                                       check->at.text(), check->type->name));
 }
 
 [[noreturn]] __attribute__((used)) inline void __ubsan_handle_out_of_bounds_abort(
     const IndexCheck* check, intptr_t index) {
-  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
-                                    ": index " + std::to_string(index) + " of a " +
-                                    check->array->name);
+  fail(cudaErrorIllegalAddress, format("access out of bounds of an array at {}: index {} of a {}",
+                                       check->at.text(), index, check->array->name));
 }
 
 // ---- Functions that the linker redirects --------------------------------------------------------
 
 [[noreturn]] __attribute__((used)) inline void __wrap_exit(int status) {
-  fail(cudaErrorLaunchFailure, "the version file calls exit(" + std::to_string(status) + ")");
+  fail(cudaErrorLaunchFailure, format("the version file calls exit({})", status));
 }
 
 [[noreturn]] __attribute__((used)) inline void __wrap__exit(int status) {
-  fail(cudaErrorLaunchFailure, "the version file calls _exit(" + std::to_string(status) + ")");
+  fail(cudaErrorLaunchFailure, format("the version file calls _exit({})", status));
 }
 
 [[noreturn]] __attribute__((used)) inline void __wrap_abort() {
@@ -87,7 +85,7 @@ extern "C" {
 [[noreturn]] __attribute__((used)) inline void __wrap___assert_fail(const char* condition,
                                                                     const char* file, unsigned line,
                                                                     const char*) {
-  fail(cudaErrorAssert, "assert() at " + place(file, int(line)) + ": " + condition);
+  fail(cudaErrorAssert, format("assert() at {}: {}", place(file, int(line)), condition));
 }
 
 }  // extern "C"
@@ -156,7 +154,7 @@ inline void handle(int signal, void (*handler)(int, siginfo_t*, void*), int flag
   const siginfo_t& fault = block.signals.fault;
   const auto address = reinterpret_cast<uintptr_t>(fault.si_addr);
   const std::string at = place(block.signals.code);
-  const std::string there = " (address " + hexadecimal(address) + ")" + at;
+  const std::string there = format(" (address {}){}", hexadecimal(address), at);
   if (fault.si_signo == SIGFPE) fail(cudaErrorLaunchFailure, "integer division by zero" + at);
   if (fault.si_signo == SIGILL) fail(cudaErrorLaunchFailure, "the kernel traps" + at);
   if (block.owns(address)) fail(cudaErrorLaunchFailure, "stack overflow" + there);
@@ -225,7 +223,7 @@ inline bool must_stop(Block& block, uintptr_t code) {
   Block& block = *this_fiber().block;
   std::string where = place(block.signals.code);
   if (block.interval + block.arrived > 0)
-    where += ", the last barrier was " + to_string(block.barrier);
+    where += format(", the last barrier was {}", block.barrier);
   if (!is_late(block)) fail(cudaErrorLaunchFailure, "interrupted" + where);
   char what[64];
   std::snprintf(what, sizeof what, "the block did not end in %g s",

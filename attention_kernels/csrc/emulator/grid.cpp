@@ -48,7 +48,7 @@ inline std::string read_settings(Launch& launch, uint64_t& workers) {
     const char* end = "";
     if (wrong.empty() && value != nullptr &&
         (!parse(value, const_cast<char**>(&end)) || *end != '\0'))
-      wrong = std::string(name) + " is `" + value + "`: it takes " + expected;
+      wrong = format("{} is `{}`: it takes {}", name, value, expected);
   };
   const Device device = Device::emulated();
   launch.arch = device.arch;
@@ -339,32 +339,29 @@ inline Outcome check(Launch& launch, uint64_t& workers) {
   const uint64_t threads = count_in(block);
   if (threads == 0 || threads > kMaxThreads || block.z > 64) {
     return {cudaErrorInvalidConfiguration,
-            "a block of " + text(block) + " threads: 1 to 1024 are possible"};
+            format("a block of {} threads: 1 to 1024 are possible", block)};
   }
   if (grid.x - 1 >= 0x7fffffff || grid.y - 1 >= 65535 ||
       grid.z - 1 >= 65535) {  // 0 - 1 wraps to the largest value
-    return {cudaErrorInvalidConfiguration, "a grid of " + text(grid) + " blocks is not possible"};
+    return {cudaErrorInvalidConfiguration, format("a grid of {} blocks is not possible", grid)};
   }
   if (launch.cluster > 1 && launch.arch < 90)
     return {cudaErrorNotSupported, "clusters need compute capability 9.0"};
   if (launch.cluster > kMaxCluster || (launch.cluster > 0 && grid.x % launch.cluster != 0)) {
-    return {cudaErrorInvalidConfiguration, "clusters of " + std::to_string(launch.cluster) +
-                                               " blocks of a grid of " + text(grid) +
-                                               " are not possible"};
+    return {cudaErrorInvalidConfiguration,
+            format("clusters of {} blocks of a grid of {} are not possible", launch.cluster, grid)};
   }
   const uint64_t blocks = count_in(grid);
   if (launch.is_at_once && blocks > resident_blocks_of(launch)) {
     return {cudaErrorCooperativeLaunchTooLarge,
-            std::to_string(blocks) + " blocks do not run at once on a device of " +
-                std::to_string(Device::emulated().multiprocessors) +
-                " multiprocessors (ATTENTION_EMULATOR_MULTIPROCESSORS), which has room for " +
-                std::to_string(resident_blocks_of(launch))};
+            format("{} blocks do not run at once on a device of {} multiprocessors "
+                   "(ATTENTION_EMULATOR_MULTIPROCESSORS), which has room for {}",
+                   blocks, Device::emulated().multiprocessors, resident_blocks_of(launch))};
   }
   if (launch.dynamic_shared > launch.shared_limit) {
-    return {cudaErrorInvalidValue, std::to_string(launch.dynamic_shared) +
-                                       " bytes of dynamic shared memory are more than the " +
-                                       std::to_string(launch.shared_limit) +
-                                       " of the emulated device"};
+    return {cudaErrorInvalidValue,
+            format("{} bytes of dynamic shared memory are more than the {} of the emulated device",
+                   launch.dynamic_shared, launch.shared_limit)};
   }
   return {};
 }
@@ -589,20 +586,21 @@ void end_if_hopeless(const Site& site, const void* code) {
     fail(emulatorErrorCluster, "another block of the grid has failed");
   if (block.in_flight.rotations < 8 || !run.is_hopeless(block)) return;
   const uint64_t left = run.blocks - std::min<uint64_t>(run.next, run.blocks);
-  std::string what = site.name != nullptr ? to_string(site) : "a load";
-  if (site.name == nullptr) what += place(reinterpret_cast<uintptr_t>(code) - 1);
-  what += " is repeated for ever: ";
-  if (left == 0) {
-    what += "what it waits for is changed by none of the " + std::to_string(run.running) +
-            " running blocks, all of which wait";
-  } else {
-    what += "all " + std::to_string(run.running) + " running blocks wait, and the other " +
-            std::to_string(left) + " of the grid cannot start: a device of " +
-            std::to_string(Device::emulated().multiprocessors) +
-            " multiprocessors (ATTENTION_EMULATOR_MULTIPROCESSORS) has room for " +
-            std::to_string(run.most_resident) + " of these blocks at once";
-  }
-  fail(cudaErrorLaunchTimeout, what + waiting_threads(block));
+  const std::string where =
+      site.name != nullptr ? text(site) : "a load" + place(reinterpret_cast<uintptr_t>(code) - 1);
+  const uint64_t running = run.running;
+  const std::string why =
+      left == 0 ? format(
+                      "what it waits for is changed by none of the {} running blocks, all of "
+                      "which wait",
+                      running)
+                : format(
+                      "all {} running blocks wait, and the other {} of the grid cannot start: a "
+                      "device of {} multiprocessors (ATTENTION_EMULATOR_MULTIPROCESSORS) has "
+                      "room for {} of these blocks at once",
+                      running, left, Device::emulated().multiprocessors, run.most_resident);
+  fail(cudaErrorLaunchTimeout,
+       format("{} is repeated for ever: {}{}", where, why, waiting_threads(block)));
 }
 
 }  // namespace attention::emulator

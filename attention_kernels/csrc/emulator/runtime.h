@@ -18,15 +18,38 @@
 
 namespace attention::emulator {
 
-// "v07.cu:31"
+// "v07.cu:31", and ", in code at +0x1f of v07.so", from which the ladder finds the source line
 std::string place(const char* file, int line);
+std::string place(uintptr_t code);
+
+inline std::string hexadecimal(size_t number) {
+  char buffer[24];
+  std::snprintf(buffer, sizeof buffer, "0x%zx", number);
+  return buffer;
+}
 
 // "byte 256 of 256 bytes of dynamic shared memory", "byte 8 of static shared memory"
 std::string describe(const SharedMemory& shared, uintptr_t address);
 
-// "__syncthreads() at v07.cu:31"
-inline std::string to_string(const Site& site) {
+// "__syncthreads() at v07.cu:31", "(0, 0, 1)", "12", or a text as it is
+inline std::string text(const Site& site) {
   return site.name + ("() at " + place(site.file, site.line));
+}
+inline std::string text(uint3 v) {
+  return "(" + std::to_string(v.x) + ", " + std::to_string(v.y) + ", " + std::to_string(v.z) + ")";
+}
+inline std::string text(dim3 v) { return text(uint3(v)); }
+inline std::string text(const std::string& words) { return words; }
+template <typename Number>
+std::enable_if_t<std::is_integral_v<Number>, std::string> text(Number number) {
+  return std::to_string(number);
+}
+
+// Returns a sentence in which the values stand for each {}.
+template <typename... Values>
+std::string format(std::string sentence, const Values&... values) {
+  (sentence.replace(sentence.find("{}"), 2, text(values)), ...);
+  return sentence;
 }
 
 [[noreturn]] inline void fail(cudaError_t code, const std::string& what) {
@@ -34,7 +57,7 @@ inline std::string to_string(const Site& site) {
 }
 [[noreturn]] inline void fail(const Site& site, const std::string& what,
                               cudaError_t code = cudaErrorLaunchFailure) {
-  fail(code, (to_string(site) + ": " + what).c_str());
+  fail(code, format("{}: {}", site, what));
 }
 
 template <typename T, typename Predicate>

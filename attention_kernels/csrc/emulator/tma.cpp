@@ -49,12 +49,12 @@ void add_copy(const BulkCopy& copy) {
   InFlight& in_flight = block.in_flight;
   for (const BulkCopy& other : in_flight.copies)
     if (overlap(copy.to, copy.bytes, other.to, other.bytes))
-      fail(copy.site, "the destination is still written by " + to_string(other.site));
+      fail(copy.site, format("the destination is still written by {}", other.site));
   for (const TileStore& store : in_flight.stores)
     if (overlap(copy.to, copy.bytes, store.to, store.bytes))
-      fail(copy.site, "the destination is still read by " + to_string(store.site));
+      fail(copy.site, format("the destination is still read by {}", store.site));
   if (const Site* const product = product_that_reads(copy.to, copy.bytes))
-    fail(copy.site, "the destination is still read by " + to_string(*product));
+    fail(copy.site, format("the destination is still read by {}", *product));
   block.shared.fill(static_cast<unsigned char*>(copy.to), copy.bytes, block.launch->poison);
   show(copy.to, copy.bytes);
   in_flight.copies.push_back(copy);
@@ -129,7 +129,7 @@ inline void check_tile(const TensorMap& map, const void* tile, const Site& site)
   check_shared(first, "the tile", site);
   check_shared(first + box_bytes(map) - 1, "the tile", site);
   if (reinterpret_cast<uintptr_t>(tile) % alignment != 0)
-    fail(site, "the tile is not at a multiple of " + std::to_string(alignment) + " bytes",
+    fail(site, format("the tile is not at a multiple of {} bytes", alignment),
          cudaErrorMisalignedAddress);
 }
 
@@ -171,9 +171,7 @@ void load_tile_to_blocks(unsigned blocks, void* to, const TensorMap& map, int c0
   const Block& self = *this_fiber().block;
   const unsigned count = self.launch->blocks_of_cluster();
   if (blocks == 0 || blocks >> count != 0)
-    fail(site,
-         "the mask " + std::to_string(blocks) + " is not of blocks of a cluster of " +
-             std::to_string(count),
+    fail(site, format("the mask {} is not of blocks of a cluster of {}", blocks, count),
          cudaErrorIllegalInstruction);
   check_tile(map, to, site);
   check_shared(barrier, "the barrier", site);
@@ -263,15 +261,15 @@ namespace attention::emulator {
 std::string left_by(const InFlight& in_flight, unsigned thread, bool is_last) {
   for (const TileStore& store : in_flight.stores) {
     if (store.thread == thread)
-      return "the thread ends while " + to_string(store.site) +
-             (store.group < in_flight.threads[thread].store_group ? " reads its tile"
-                                                                  : " is not in a group");
+      return format("the thread ends while {} {}", store.site,
+                    store.group < in_flight.threads[thread].store_group ? "reads its tile"
+                                                                        : "is not in a group");
   }
   const ProductsOfWarp& mine = in_flight.products[thread / kWarpSize];
   if (!mine.products.empty())
-    return "the thread ends before " + to_string(mine.products[0].site) + " is complete";
+    return format("the thread ends before {} is complete", mine.products[0].site);
   if (is_last && !in_flight.copies.empty())
-    return "the block ends before " + to_string(in_flight.copies[0].site) + " is complete";
+    return format("the block ends before {} is complete", in_flight.copies[0].site);
   return "";
 }
 

@@ -22,9 +22,8 @@ void check_visible(const unsigned char* bytes, size_t count, const Site& site) {
   const Block& block = *this_fiber().block;
   const int writer = block.races == nullptr ? -1 : block.races->unfenced_writer(bytes, count);
   if (writer >= 0 || !is_shown(bytes, count))
-    fail(site, "threads have written " +
-                   describe(block.shared, reinterpret_cast<uintptr_t>(bytes)) +
-                   " or near it, without a proxy_fence() after it");
+    fail(site, format("threads have written {} or near it, without a proxy_fence() after it",
+                      describe(block.shared, reinterpret_cast<uintptr_t>(bytes))));
 }
 
 // ---- Registers ----------------------------------------------------------------------------------
@@ -185,8 +184,9 @@ inline void check_operands(const Product& product, unsigned warp) {
   for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
     for (const BulkCopy& copy : copies) {
       if (offset(at, copy.to) < copy.bytes)
-        fail(product.site, "an operand is still written by " + to_string(copy.site) +
-                               ": no thread has waited for its barrier");
+        fail(product.site,
+             format("an operand is still written by {}: no thread has waited for its barrier",
+                    copy.site));
     }
     check_visible(at, 16, product.site);
   });
@@ -256,8 +256,7 @@ inline void begin_product(const MatrixCalls& calls, const Site& site) {
     mine.sums.push_back(take_sums(calls, call.count, site));
     sums = &mine.sums.back();
   } else if (sums->count != unsigned(call.count)) {
-    fail(site, "the sums have another shape than in " + to_string(sums->site) +
-                   ", which is not complete");
+    fail(site, format("the sums have another shape than in {}, which is not complete", sums->site));
   }
   ++sums->products;
   ++block.in_flight.products_left;
@@ -328,13 +327,12 @@ inline bool has(const WaitCall& call, const float* variable) {
 // Gives complete sums to the threads' variables.
 inline void give(const SumsInFlight& sums, const MatrixCalls& calls, const Site& site) {
   const Fiber& self = this_fiber();
-  const std::string product = to_string(sums.site);
   if (!is_poisoned(sums))
-    fail(site, "the sums of " + product + " were written before they were complete");
+    fail(site, format("the sums of {} were written before they were complete", sums.site));
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     const auto& call = *static_cast<const WaitCall*>(calls[lane]->fragments[0]);
     if (!call.takes_all && !has(call, sums.variables[lane]))
-      fail(site, "the sums of " + product + " are complete, and it does not take them");
+      fail(site, format("the sums of {} are complete, and it does not take them", sums.site));
     for (unsigned i = 0; i < sums.count; ++i)
       sums.variable(lane, i) = sums.values[lane * sums.count + i];
     OfThread& thread = self.block->in_flight.threads[self.thread / kWarpSize * kWarpSize + lane];
@@ -368,8 +366,10 @@ void wait(int groups, const WaitCall& call, const Site& site) {
   meet({nullptr, static_cast<unsigned>(groups), 0, {&call}}, site, finish_products);
   for (const SumsInFlight& sums : products_of_warp().sums) {
     if (has(call, sums.variables[this_fiber().thread % kWarpSize]))
-      fail(site, "the sums of " + to_string(sums.site) +
-                     " are not complete: a product of them is in a later group, or in none");
+      fail(site,
+           format("the sums of {} are not complete: a product of them is in a later group, or "
+                  "in none",
+                  sums.site));
   }
 }
 
