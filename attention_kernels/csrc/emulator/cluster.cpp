@@ -8,24 +8,6 @@ inline void fail_with(const Cluster& cluster) {
   if (cluster.failed.load()) fail(emulatorErrorCluster, "another block of the cluster has failed");
 }
 
-void Cluster::begin(Block& block) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  blocks[rank_of(block)] = &block;
-  ++events;
-}
-
-const Site* Cluster::end(const Block& block) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const unsigned rank = rank_of(block);
-  blocks[rank] = nullptr;
-  ended[rank] = true;
-  if (block.error != cudaSuccess) failed = true;
-  ++events;
-  for (const Message& message : messages[rank])
-    if (message.bytes > 0) return &message.site;
-  return nullptr;
-}
-
 bool never_ends(bool at_barrier) {
   Block& block = *this_fiber().block;
   InFlight& in_flight = block.in_flight;

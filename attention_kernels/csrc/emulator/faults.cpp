@@ -23,49 +23,37 @@ std::string place(uintptr_t code) {
 
 // ---- The compiler's checks ----------------------------------------------------------------------
 
-// Structs that GCC and Clang pass to UndefinedBehaviorSanitizer.
-struct CheckedLine {
+// What GCC and Clang pass to UndefinedBehaviorSanitizer begins like this: of an access, or of an
+// index, with the type of the array.
+struct Check {
   const char* file;
   uint32_t line, column;
+  const struct {
+    uint16_t kind, info;
+    char name[1];  // in quotes
+  }* type;
+  unsigned char log_alignment;  // only of an access
 
-  std::string text() const { return place(file, int(line)); }
-};
-
-struct CheckedType {
-  uint16_t kind, info;
-  char name[1];  // in quotes
-};
-
-struct AccessCheck {
-  CheckedLine at;
-  const CheckedType* type;
-  unsigned char log_alignment;
-  unsigned char kind;
-};
-
-struct IndexCheck {
-  CheckedLine at;
-  const CheckedType* array;
-  const CheckedType* index;
+  std::string at() const { return place(file, int(line)); }
 };
 
 extern "C" {
 
 [[noreturn]] __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1_abort(
-    const AccessCheck* check, uintptr_t address) {
+    const Check* check, uintptr_t address) {
   const uintptr_t alignment = uintptr_t{1} << check->log_alignment;
   if (address % alignment != 0)
     fail(cudaErrorMisalignedAddress,
-         format("misaligned access at {}: a {} that is not at a multiple of {} bytes",
-                check->at.text(), check->type->name, alignment));
+         format("misaligned access at {}: a {} that is not at a multiple of {} bytes", check->at(),
+                check->type->name, alignment));
   fail(cudaErrorIllegalAddress, format("access out of bounds of an array at {}: no room for a {}",
-                                       check->at.text(), check->type->name));
+                                       check->at(), check->type->name));
 }
 
 [[noreturn]] __attribute__((used)) inline void __ubsan_handle_out_of_bounds_abort(
-    const IndexCheck* check, intptr_t index) {
+    const Check* check, intptr_t index) {
   fail(cudaErrorIllegalAddress, format("access out of bounds of an array at {}: index {} of a {}",
-                                       check->at.text(), index, check->array->name));
+                                       check->at(), index, check->type->name));
 }
 
 // ---- Functions that the linker redirects --------------------------------------------------------

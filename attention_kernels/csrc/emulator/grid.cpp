@@ -23,18 +23,10 @@ inline int number(const char* name, int default_value) {
 Device Device::emulated() {
   const int arch = number("ATTENTION_EMULATOR_ARCH", 90);
   const int multiprocessors = number("ATTENTION_EMULATOR_MULTIPROCESSORS", 8);
-  for (const auto& [known, kilobytes] : {std::pair{70, 96},
-                                         {75, 64},
-                                         {80, 163},
-                                         {86, 99},
-                                         {87, 163},
-                                         {89, 99},
-                                         {90, 227},
-                                         {100, 227},
-                                         {103, 227},
-                                         {120, 99}}) {
+  constexpr int kKilobytes[][2] = {{70, 96}, {75, 64},  {80, 163},  {86, 99},   {87, 163},
+                                   {89, 99}, {90, 227}, {100, 227}, {103, 227}, {120, 99}};
+  for (const auto& [known, kilobytes] : kKilobytes)
     if (arch == known) return {arch, size_t(kilobytes) * 1024, multiprocessors};
-  }
   return {arch, 0, multiprocessors};
 }
 

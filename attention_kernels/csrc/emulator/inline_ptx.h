@@ -312,20 +312,13 @@ To convert(const char* how, bool relu, const char* saturates, From from) {
                         : *how == 0 || how[1] == 'z' ? 0
                                                      : 0xfff + (word >> 13 & 1);
     return {(relu && word >> 31 ? 0 : word + up) & ~0x1fffu};
-  } else if constexpr (std::is_integral_v<To> && std::is_integral_v<From>) {
-    using Limits = std::numeric_limits<To>;
-    const __int128 x = from;
-    if (*saturates == 0) return static_cast<To>(from);
-    return x < Limits::min()   ? Limits::min()
-           : x > Limits::max() ? Limits::max()
-                               : static_cast<To>(x);
   } else if constexpr (std::is_integral_v<To>) {
+    if (std::is_integral_v<From> && *saturates == 0) return static_cast<To>(from);
+    using Number = std::conditional_t<std::is_integral_v<From>, __int128, double>;
+    const Number x = std::is_integral_v<From> ? Number(from) : Number(rounded(how, double(from)));
     using Limits = std::numeric_limits<To>;
-    const double x = rounded(how, from);
-    if (x != x) return 0;
-    return x <= double(Limits::min())   ? Limits::min()
-           : x >= double(Limits::max()) ? Limits::max()
-                                        : static_cast<To>(x);
+    const Number least = Limits::min(), most = Limits::max();
+    return x != x ? 0 : x <= least ? Limits::min() : x >= most ? Limits::max() : static_cast<To>(x);
   } else if constexpr (std::is_integral_v<From>) {
     return static_cast<To>(from);
   } else {

@@ -163,12 +163,6 @@ void register_launch(LaunchOrder& order, bool begins) {
     memory.launches.erase(order.number);
 }
 
-// The number of those whom a scope includes, of a block of the launch.
-inline uint32_t group_of(const Launch& launch, uint64_t block, unsigned scope) {
-  const uint64_t of[] = {block + 1, block / launch.blocks_of_cluster() + 1, 0};
-  return static_cast<uint32_t>(of[scope]);
-}
-
 // ---- A block ------------------------------------------------------------------------------------
 
 // Of a block: what its threads know, and their accesses.
@@ -240,7 +234,7 @@ class Races {
     for (unsigned lane = 0; lane < kWarpSize && has_news; ++lane)
       if (first_thread + lane < block.threads)
         of_thread[first_thread + lane].news.merge(of_thread[self].news);
-    own[self] = ++time;
+    advance();
   }
 
   // What the calling thread did before release() comes before a later acquire() of the barrier; or
@@ -480,6 +474,12 @@ class Races {
     has_fenced.clear();
   }
 
+  // The number of those whom a scope includes, of a block of the launch.
+  uint32_t group_of(uint64_t of_block, unsigned scope) const {
+    const uint64_t of[] = {of_block + 1, of_block / block.launch->blocks_of_cluster() + 1, 0};
+    return static_cast<uint32_t>(of[scope]);
+  }
+
   void acquire_flag(uintptr_t word, Scope scope) {
     GlobalMemory& memory = GlobalMemory::instance();
     const auto found = memory.flags.find(word);
@@ -487,7 +487,7 @@ class Races {
       return;
     const Flag& flag = found->second;
     for (unsigned i = 0; i <= static_cast<unsigned>(scope); ++i)
-      if (flag.group[i] == group_of(*block.launch, block.number, i)) learn(flag.by_scope[i]);
+      if (flag.group[i] == group_of(block.number, i)) learn(flag.by_scope[i]);
   }
 
   void release_flag(uintptr_t word, Scope scope, bool is_release, bool replaces) {
@@ -502,7 +502,7 @@ class Races {
     if (flag.launch != block.launch->in_stream->number)
       flag = {block.launch->in_stream->number, {}, {}, {}};
     for (unsigned i = 0; i < kScopes; ++i) {
-      const uint32_t group = group_of(*block.launch, block.number, i);
+      const uint32_t group = group_of(block.number, i);
       if (replaces || flag.group[i] != group) flag.by_scope[i] = {};
       flag.group[i] = group;
       if (i > static_cast<unsigned>(scope)) continue;
@@ -598,8 +598,8 @@ class Races {
       return before.kind != AccessKind::kAtomic && next.kind != AccessKind::kAtomic &&
              before.thread / kWarpSize == next.thread / kWarpSize;
     const auto scope = static_cast<unsigned>(std::min(before.scope, next.scope));
-    return before.launch != next.launch || group_of(*block.launch, before.block, scope) !=
-                                               group_of(*block.launch, next.block, scope);
+    return before.launch != next.launch ||
+           group_of(before.block, scope) != group_of(next.block, scope);
   }
 
   // Keeps a read, the latest last. It replaces the thread's own, or the older one of two of its
@@ -749,8 +749,7 @@ class Races {
     if (unfenced.has(before.block, before.thread, before.clock))
       return "a __threadfence() after the first of them, before the atomic or the flag, would";
     const auto cluster = static_cast<unsigned>(Scope::kCluster);
-    if (group_of(*block.launch, before.block, cluster) ==
-        group_of(*block.launch, next.block, cluster))
+    if (group_of(before.block, cluster) == group_of(next.block, cluster))
       return "a barrier of the cluster between them would";
     return "an atomic or a flag with a __threadfence() on both sides, a "
            "barrier of the grid or a second kernel would";

@@ -99,9 +99,23 @@ struct Cluster {
     bool at_barrier;  // whether one waits for a barrier in shared memory
   } stuck[kMaxCluster]{};
 
-  void begin(Block& block);
+  void begin(Block& block) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    blocks[rank_of(block)] = &block;
+    ++events;
+  }
   // Returns the call that began a copy to the block which has not arrived, or null.
-  const Site* end(const Block& block);
+  const Site* end(const Block& block) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const unsigned rank = rank_of(block);
+    blocks[rank] = nullptr;
+    ended[rank] = true;
+    if (block.error != cudaSuccess) failed = true;
+    ++events;
+    for (const Message& message : messages[rank])
+      if (message.bytes > 0) return &message.site;
+    return nullptr;
+  }
 };
 
 // Called after each failed wait. Returns whether the calling thread must report that no thread of

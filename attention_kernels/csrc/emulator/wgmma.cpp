@@ -97,12 +97,9 @@ struct Tile {
 
 inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows, const Site& site) {
   const SharedMemory& shared = this_fiber().block->shared;
-  Tile tile{unsigned(descriptor & 0x3fff) << 4,
-            unsigned(descriptor >> 16 & 0x3fff) << 4,
-            unsigned(descriptor >> 32 & 0x3fff) << 4,
-            shared.first_address(false),
-            shared.dynamic,
-            shared.dynamic_bytes};
+  const auto field = [&](int at) { return unsigned(descriptor >> at & 0x3fff) << 4; };
+  const unsigned first_dynamic = shared.first_address(false);
+  Tile tile{field(0), field(16), field(32), first_dynamic, shared.dynamic, shared.dynamic_bytes};
   if (tile.start < tile.first) {
     tile.first = shared.first_address(true);
     tile.memory = shared.statics;
