@@ -12,6 +12,7 @@
 namespace attention::emulator {
 
 struct HalfFormat {
+  static constexpr int kLeast = -14;  // exponent of subnormal numbers
 #if defined(__FLT16_MAX__)
   using Native = _Float16;
 #else
@@ -30,6 +31,7 @@ struct HalfFormat {
 };
 
 struct BFloat16Format {
+  static constexpr int kLeast = -126;
   static uint16_t encode(float value) {
     const auto bits = bit_cast<uint32_t>(value);
     if (value != value) return 0x7fff;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 #include <vector>
 
 #include "shared_memory.h"
@@ -132,12 +133,6 @@ struct Product : ProductCall {
   Site site;
 };
 
-// What the warps of a warpgroup must agree on.
-struct IssuedProduct {
-  uint64_t a, b;
-  int line;
-};
-
 struct ProductsOfWarp {
   std::vector<Product> products;
   std::vector<SumsInFlight> sums;
@@ -159,8 +154,9 @@ struct InFlight {
   // Dynamic shared memory as asynchronous copies and products see it, from the first of them on.
   // What threads write appears here at a proxy_fence(), what copies write at once.
   std::vector<unsigned char> seen;
-  std::vector<ProductsOfWarp> products;            // by warp
-  std::vector<std::vector<IssuedProduct>> issued;  // by warpgroup
+  std::vector<ProductsOfWarp> products;  // by warp
+  // By warpgroup, what its warps must agree on: of each product A, B and the line.
+  std::vector<std::vector<std::tuple<uint64_t, uint64_t, int>>> issued;
   unsigned products_left = 0;
   std::vector<unsigned> registers;  // by warp; empty before the first change
   unsigned free_registers = 0;

@@ -130,9 +130,8 @@ namespace attention::ptx {
 void receive_messages();
 
 // Shows bytes of shared memory to asynchronous copies and products, which do not see what threads
-// write; and returns whether they see it. Defined in tma.cpp, like the next ones.
+// write. Defined in tma.cpp, like the next ones.
 void show(const void* from, size_t bytes);
-bool is_shown(const void* from, size_t bytes);
 // begin_copy() begins a copy of the calling thread; add_copy() one that may also
 // be another block's, if nothing in flight uses its destination; fill_tile() copies a box.
 void begin_copy(const BulkCopy& copy);

@@ -28,7 +28,8 @@ inline unsigned char* shown(const void* memory) {
 void show(const void* from, size_t bytes) {
   if (unsigned char* const to = shown(from)) std::memcpy(to, from, bytes);
 }
-bool is_shown(const void* from, size_t bytes) {
+// Whether they see it.
+inline bool is_shown(const void* from, size_t bytes) {
   const unsigned char* const there = shown(from);
   return there == nullptr || std::memcmp(there, from, bytes) == 0;
 }

@@ -221,9 +221,9 @@ inline void check_warpgroup(const Product& product, unsigned warp) {
   InFlight& in_flight = this_fiber().block->in_flight;
   auto& issued = in_flight.issued[warp / 4];
   const size_t mine = products_of_warp().begun++;
-  if (mine == issued.size()) issued.push_back({product.a, product.b, product.site.line});
-  if (issued[mine].a != product.a || issued[mine].b != product.b ||
-      issued[mine].line != product.site.line)
+  const std::tuple operands(product.a, product.b, product.site.line);
+  if (mine == issued.size()) issued.push_back(operands);
+  if (issued[mine] != operands)
     fail(product.site, "the warps of the warpgroup multiply different operands");
 }
 
@@ -272,12 +272,12 @@ void multiply_commit(const char* file, int line) {
 
 // Computes sums of the warp's rows.
 template <typename Format>
-void compute(const Product& product, SumsInFlight& sums, int least) {
+void compute(const Product& product, SumsInFlight& sums) {
   const Subnormals kept(false);
   const auto unpack = [&](unsigned row, Operands<kDepth>& to) {
     for (unsigned k = 0; k < kDepth; ++k) {
       to.values[k] = Format::decode(product.operands[row * kDepth + k]);
-      to.exponents[k] = exponent_of(to.values[k], least);
+      to.exponents[k] = exponent_of(to.values[k], Format::kLeast);
     }
   };
   Operands<kDepth> a[kRows], b;
@@ -304,11 +304,7 @@ inline void finish(const Product& product, unsigned warp) {
     });
   }
   SumsInFlight& sums = *sums_in_flight(product.sums, 0);
-  if (product.is_bfloat16) {
-    compute<BFloat16Format>(product, sums, -126);
-  } else {
-    compute<HalfFormat>(product, sums, -14);
-  }
+  product.is_bfloat16 ? compute<BFloat16Format>(product, sums) : compute<HalfFormat>(product, sums);
   --sums.products;
   --block.in_flight.products_left;
   block.in_flight.progress();
