@@ -340,15 +340,14 @@ void Block::fiber_main() {
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
   Block& block = *this_fiber().block;
-  bool returned = false;
+  bool threw = false;
   try {
     block.launch->body(block.launch->arguments);
-    returned = true;
   } catch (const ThreadExit&) {
-    returned = true;
-  } catch (...) {  // reported only after this block, so that the exception is destroyed
+  } catch (...) {
+    threw = true;  // reported only after this block, so that the exception is destroyed
   }
-  if (returned) block.finish();
+  if (!threw) block.finish();
   fail(cudaErrorLaunchFailure, "the kernel threw a C++ exception");
 }
 

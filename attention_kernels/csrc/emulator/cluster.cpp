@@ -116,19 +116,19 @@ void send(unsigned block, const BulkCopy& copy) {
     self.races->advance();
   }
   std::unique_lock<std::mutex> lock(cluster.mutex);
-  if (const Block* const other = cluster.blocks[block]) {
-    const auto move = [&](const void* here) {
-      auto* const byte = static_cast<unsigned char*>(const_cast<void*>(here));
-      return self.shared.in_other(byte, other->shared);
-    };
-    if (copy.bytes > 0) message.to = move(copy.to);
-    message.barrier = move(copy.barrier);
-    cluster.messages[block].push_back(message);
-    ++cluster.events;
-  } else {
+  const Block* const other = cluster.blocks[block];
+  if (other == nullptr) {
     lock.unlock();
     not_running(copy.site);
   }
+  const auto move = [&](const void* here) {
+    auto* const byte = static_cast<unsigned char*>(const_cast<void*>(here));
+    return self.shared.in_other(byte, other->shared);
+  };
+  if (copy.bytes > 0) message.to = move(copy.to);
+  message.barrier = move(copy.barrier);
+  cluster.messages[block].push_back(message);
+  ++cluster.events;
   self.in_flight.progress();
 }
 

@@ -375,11 +375,9 @@ inline Outcome run_grid(Launch launch) {
   else if (launch.cluster > 1)
     workers = launch.cluster;
   // Use the threads that could be started, except for blocks that must run at the same time.
-  bool are_enough;
-  {
-    const std::lock_guard<std::mutex> lock(run.polling);
-    are_enough = run.start_others(std::min(workers, run.blocks) - 1);
-  }
+  std::unique_lock<std::mutex> lock(run.polling);
+  const bool are_enough = run.start_others(std::min(workers, run.blocks) - 1);
+  lock.unlock();
   if (!are_enough && (launch.cluster > 1 || launch.is_at_once))
     run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for blocks that run at once");
   if (!are_enough && run.turns) run.turns->give_up();

@@ -193,20 +193,10 @@ struct SharedMemory {
   const unsigned char* overwritten([[maybe_unused]] uint32_t word) const {
 #ifndef ATTENTION_EMULATOR_ASAN
     const auto* const expected = reinterpret_cast<const unsigned char*>(&word);
-    const auto first_other = [&](const unsigned char* from, const unsigned char* end) {
-      // All of it is poison if the first word is and each byte equals the one 4 before it.
-      if (end - from > 4 && std::memcmp(from, expected, 4) == 0 &&
-          std::memcmp(from, from + 4, end - from - 4) == 0) {
-        return end;
-      }
-      while (from < end && *from == expected[(from - memory) % 4]) ++from;
-      return from;
-    };
-    const unsigned char* const before = first_other(memory, dynamic);
-    if (before != dynamic) return before;
-    const unsigned char* const end = memory + open_bytes;
-    const unsigned char* const after = first_other(dynamic + dynamic_bytes, end);
-    if (after != end) return after;
+    for (const unsigned char* at = memory; at < memory + open_bytes;) {
+      if (*at != expected[(at - memory) % 4]) return at;
+      if (++at == dynamic) at += dynamic_bytes;
+    }
 #endif
     return nullptr;
   }
