@@ -158,6 +158,7 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemc
   std::memmove(to, from, bytes);
   return error;
 }
+// Their streams and flags do not matter, either.
 #define cudaMallocAsync cudaMalloc
 #define cudaMallocManaged cudaMalloc
 #define cudaMallocHost cudaMalloc
