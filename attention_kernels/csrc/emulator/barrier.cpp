@@ -124,18 +124,14 @@ inline void take_message(const Message& message) {
 
 // Copies arrive when a thread waits for the phase, and not before.
 inline void land_copies(Block& block, Barrier* barrier) {
-  auto& copies = block.in_flight.copies;
-  for (auto copy = copies.begin(); copy != copies.end();) {
-    if (copy->barrier != barrier) {
-      ++copy;
-      continue;
-    }
-    fill_tile(*copy);
-    show(copy->to, copy->bytes);
-    barrier->bytes -= static_cast<int>(copy->bytes);
-    copy = copies.erase(copy);
+  erase_if(block.in_flight.copies, [&](const BulkCopy& copy) {
+    if (copy.barrier != barrier) return false;
+    fill_tile(copy);
+    show(copy.to, copy.bytes);
+    barrier->bytes -= static_cast<int>(copy.bytes);
     block.in_flight.progress();
-  }
+    return true;
+  });
 }
 
 inline bool has_passed(Barrier* barrier, unsigned parity, const Site& site) {

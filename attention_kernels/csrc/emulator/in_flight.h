@@ -157,7 +157,6 @@ struct InFlight {
   std::vector<ProductsOfWarp> products;  // by warp
   // By warpgroup, what its warps must agree on: of each product A, B and the line.
   std::vector<std::vector<std::tuple<uint64_t, uint64_t, int>>> issued;
-  unsigned products_left = 0;
   std::vector<unsigned> registers;  // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;               // failed waits since anything has happened

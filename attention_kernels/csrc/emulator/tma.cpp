@@ -246,13 +246,12 @@ inline void finish(const TileStore& store) {
 
 void finish_stores(unsigned groups) {
   const Fiber& self = this_fiber();
-  InFlight& in_flight = self.block->in_flight;
-  const auto is_due = [&](const TileStore& store) {
-    return store.thread == self.thread && store.group + groups < self.block->own().store_group;
-  };
-  for (const TileStore& store : in_flight.stores)
-    if (is_due(store)) finish(store);
-  erase_if(in_flight.stores, is_due);
+  erase_if(self.block->in_flight.stores, [&](const TileStore& store) {
+    if (store.thread != self.thread || store.group + groups >= self.block->own().store_group)
+      return false;
+    finish(store);
+    return true;
+  });
 }
 
 }  // namespace attention::ptx

@@ -256,7 +256,6 @@ inline void begin_product(const MatrixCalls& calls, const Site& site) {
     fail(site, format("the sums have another shape than in {}, which is not complete", sums->site));
   }
   ++sums->products;
-  ++block.in_flight.products_left;
   mine.products.push_back(std::move(product));
 }
 
@@ -306,15 +305,13 @@ inline void finish(const Product& product, unsigned warp) {
   SumsInFlight& sums = *sums_in_flight(product.sums, 0);
   product.is_bfloat16 ? compute<BFloat16Format>(product, sums) : compute<HalfFormat>(product, sums);
   --sums.products;
-  --block.in_flight.products_left;
   block.in_flight.progress();
 }
 
 inline bool has(const WaitCall& call, const float* variable) {
-  const auto has_it = [&](const Registers& sums) {
-    return offset(variable, sums.first) < sums.bytes;
-  };
-  return std::any_of(call.sums, call.sums + 2, has_it);
+  const auto& [first, second] = call.sums;
+  return offset(variable, first.first) < first.bytes ||
+         offset(variable, second.first) < second.bytes;
 }
 
 // Gives complete sums to the threads' variables.
