@@ -9,8 +9,7 @@ constexpr const char* kLacksFence = "was initialized without a barrier_init_fenc
 [[noreturn]] inline void barrier_failure(const Barrier* barrier, const Site& site,
                                          const std::string& what) {
   const Block& block = *this_fiber().block;
-  fail(site, format("the barrier at {} {}",
-                    describe(block.shared, reinterpret_cast<uintptr_t>(barrier)), what));
+  fail(site, format("the barrier at {} {}", describe(block.shared, barrier), what));
 }
 
 inline KnownBarrier* find(const Barrier* barrier) {

@@ -43,7 +43,7 @@ std::string place(const char* file, int line) {
   return format("{}:{}", slash ? slash + 1 : file, line);
 }
 
-std::string describe(const SharedMemory& shared, uintptr_t address) {
+std::string describe(const SharedMemory& shared, const void* address) {
   const size_t in_fixed = offset(address, shared.fixed);
   if (in_fixed < Library::instance().tls_bytes)
     return format("byte {} of static shared memory", in_fixed);
@@ -425,8 +425,7 @@ bool Block::run(uint64_t number_in_grid) {
 void Block::check_shared() {
   if (const unsigned char* const byte = shared.overwritten(launch->poison))
     set_error(*this, cudaErrorIllegalAddress,
-              format("a thread wrote to {}; block {}",
-                     describe(shared, reinterpret_cast<uintptr_t>(byte)), index));
+              format("a thread wrote to {}; block {}", describe(shared, byte), index));
   if (std::exchange(shared.counted, true)) return;
   const size_t fixed = shared.count_fixed(launch->poison);
   if (launch->dynamic_shared + fixed > launch->shared_limit)

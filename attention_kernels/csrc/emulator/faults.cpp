@@ -149,7 +149,8 @@ inline void handle(int signal, void (*handler)(int, siginfo_t*, void*), int flag
   if (fault.si_signo == SIGBUS || fault.si_code == SI_KERNEL)
     fail(cudaErrorMisalignedAddress, "access of a misaligned or wild address" + there);
   if (block.shared.is_near(address))
-    fail(cudaErrorIllegalAddress, "illegal access to " + describe(block.shared, address) + at);
+    fail(cudaErrorIllegalAddress,
+         "illegal access to " + describe(block.shared, fault.si_addr) + at);
   fail(cudaErrorIllegalAddress, "illegal memory access" + there);
 }
 

@@ -676,6 +676,7 @@ class Races {
     const uint32_t launch = next.is_shared      ? order.number
                             : before.clock == 0 ? order.before_call
                                                 : memory.first + before.launch;
+    const auto* const there = reinterpret_cast<const void*>(address);
     const bool is_next_early = launch < order.number;
     const auto does = [&](const Access& access, bool is_of_launch, const char* reads,
                           const char* changes, const char* writes) {
@@ -697,10 +698,9 @@ class Races {
       return place(Library::instance().code + access.code - 1);
     };
     std::string what = "race: " + does(next, true, " reads ", " changes ", " writes ") +
-                       (next.is_shared ? describe(block.shared, address)
-                        : block.shared.has(reinterpret_cast<const void*>(address))
-                            ? "shared memory, byte " + hexadecimal(address)
-                            : "global memory, byte " + hexadecimal(address)) +
+                       (next.is_shared            ? describe(block.shared, there)
+                        : block.shared.has(there) ? "shared memory, byte " + hexadecimal(address)
+                                                  : "global memory, byte " + hexadecimal(address)) +
                        at(next) + ", which ";
     if (before.clock == 0)
       what += "the kernel before may still write";

@@ -29,7 +29,7 @@ inline std::string hexadecimal(size_t number) {
 }
 
 // "byte 256 of 256 bytes of dynamic shared memory", "byte 8 of static shared memory"
-std::string describe(const SharedMemory& shared, uintptr_t address);
+std::string describe(const SharedMemory& shared, const void* address);
 
 // "__syncthreads() at v07.cu:31", "(0, 0, 1)", "12", or a text as it is
 inline std::string text(const Site& site) {

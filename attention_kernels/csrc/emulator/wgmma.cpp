@@ -23,7 +23,7 @@ void check_visible(const unsigned char* bytes, size_t count, const Site& site) {
   const int writer = block.races == nullptr ? -1 : block.races->unfenced_writer(bytes, count);
   if (writer >= 0 || !is_shown(bytes, count))
     fail(site, format("threads have written {} or near it, without a proxy_fence() after it",
-                      describe(block.shared, reinterpret_cast<uintptr_t>(bytes))));
+                      describe(block.shared, bytes)));
 }
 
 // ---- Registers ----------------------------------------------------------------------------------
