@@ -171,14 +171,10 @@ struct Names {
 #ifdef ATTENTION_EMULATOR
     check_(cudaDeviceSynchronize());
 #endif
-    using Result = decltype(function());
-    if constexpr (std::is_void_v<Result>) {
+    if constexpr (std::is_void_v<decltype(function())>)
       function();
-    } else if constexpr (std::is_same_v<Result, cudaError_t>) {
-      check_(function());
-    } else {
+    else
       take_(function());
-    }
     check_(cudaGetLastError());
     order_(nullptr, stream);
   }
@@ -262,7 +258,9 @@ struct Names {
   static Element* tensor_(Element* elements, std::string_view) { return elements; }
 #endif
   template <typename Result>
-  void take_(const Result&) {}
+  void take_(const Result& result) {
+    if constexpr (std::is_same_v<Result, cudaError_t>) check_(result);
+  }
 
   const bool only_counts_;
   char of_o_[5] = "";

@@ -4,12 +4,12 @@
 namespace attention::ptx {
 
 constexpr unsigned kMostBytes = (1u << 20) - 1;  // of a phase
+constexpr const char* kLacksFence = "was initialized without a barrier_init_fence() after it";
 
 [[noreturn]] inline void barrier_failure(const Barrier* barrier, const Site& site,
                                          const std::string& what) {
   const Block& block = *this_fiber().block;
-  const std::string place = describe(block.shared, reinterpret_cast<uintptr_t>(barrier));
-  fail(site, "the barrier at " + place + " " + what);
+  fail(site, format("the barrier at {} {}", describe(block.shared, barrier), what));
 }
 
 inline KnownBarrier* find(const Barrier* barrier) {
@@ -27,7 +27,7 @@ inline void complete_if_due(Barrier* barrier) {
 void barrier_init(Barrier* barrier, unsigned arrivals, const char* file, int line) {
   if (arrivals == 0 || arrivals > 0xffff)
     barrier_failure(barrier, {"barrier_init", file, line},
-                    "cannot wait for " + std::to_string(arrivals) + " arrivals");
+                    format("cannot wait for {} arrivals", arrivals));
   *barrier = {static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0, 0};
   const Fiber& self = this_fiber();
   KnownBarrier known{barrier};
@@ -63,16 +63,14 @@ inline KnownBarrier& find_initialized(const Barrier* barrier, const Site& site) 
 }
 
 inline void check_use(const Barrier* barrier, const Site& site) {
-  if (!find_initialized(barrier, site).is_fenced)
-    barrier_failure(barrier, site, "was initialized without a barrier_init_fence() after it");
+  if (!find_initialized(barrier, site).is_fenced) barrier_failure(barrier, site, kLacksFence);
 }
 
 inline void count_arrival(Barrier* barrier, unsigned bytes, const Site& site) {
   if (barrier->left == 0)
     barrier_failure(barrier, site,
-                    "has all of its " + std::to_string(barrier->expected) +
-                        " arrivals, and waits only for " + std::to_string(barrier->bytes) +
-                        " bytes");
+                    format("has all of its {} arrivals, and waits only for {} bytes",
+                           barrier->expected, int{barrier->bytes}));
   if (bytes > kMostBytes) barrier_failure(barrier, site, "cannot wait for so many bytes");
   barrier->bytes += static_cast<int>(bytes);
   --barrier->left;
@@ -106,38 +104,33 @@ void barrier_expect(Barrier* barrier, unsigned bytes, const char* file, int line
 // Counts an arrival from another block, or checks the barrier of its copy.
 inline void take_message(const Message& message) {
   Races* const races = this_fiber().block->races;
-  const BulkCopy& copy = message.copy;
-  auto* const barrier = static_cast<Barrier*>(const_cast<void*>(copy.barrier));
+  auto* const barrier = static_cast<Barrier*>(const_cast<void*>(message.barrier));
   const KnownBarrier* const known = find(barrier);
-  if (known == nullptr) barrier_failure(barrier, copy.site, "has not been initialized");
+  if (known == nullptr) barrier_failure(barrier, message.site, "has not been initialized");
   if (races != nullptr) {
     const auto number = static_cast<uint32_t>(this_fiber().block->number);
     if (!message.knowledge.has(number, known->thread, known->clock))
-      barrier_failure(barrier, copy.site,
+      barrier_failure(barrier, message.site,
                       "was initialized by its block, and nothing orders that before");
     races->release(barrier, message.knowledge);
   }
-  if (copy.bytes == 0) {
-    count_arrival(barrier, 0, copy.site);
+  if (message.bytes == 0) {
+    count_arrival(barrier, 0, message.site);
   } else if (!known->is_fenced) {
-    barrier_failure(barrier, copy.site, "was initialized without a barrier_init_fence() after it");
+    barrier_failure(barrier, message.site, kLacksFence);
   }
 }
 
 // Copies arrive when a thread waits for the phase, and not before.
 inline void land_copies(Block& block, Barrier* barrier) {
-  auto& copies = block.in_flight.copies;
-  for (auto copy = copies.begin(); copy != copies.end();) {
-    if (copy->barrier != barrier) {
-      ++copy;
-      continue;
-    }
-    fill_tile(*copy);
-    show(copy->to, copy->bytes);
-    barrier->bytes -= static_cast<int>(copy->bytes);
-    copy = copies.erase(copy);
+  erase_if(block.in_flight.copies, [&](const BulkCopy& copy) {
+    if (copy.barrier != barrier) return false;
+    fill_tile(copy);
+    show(copy.to, copy.bytes);
+    barrier->bytes -= static_cast<int>(copy.bytes);
     block.in_flight.progress();
-  }
+    return true;
+  });
 }
 
 inline bool has_passed(Barrier* barrier, unsigned parity, const Site& site) {
@@ -162,18 +155,16 @@ inline void wait_for_others(const Barrier* barrier, const Site& site) {
   if (!never_ends(/*at_barrier=*/true)) return switch_to(this_fiber().block->yield());
   const Block& block = *this_fiber().block;
   const std::string others = waiting_threads(block);
-  if (barrier == nullptr) {
+  if (barrier == nullptr)
     fail(cudaErrorLaunchTimeout,
-         (to_string(site) + (" never ends: no warp gives up registers" + others)).c_str());
-  }
-  std::string what = "never passes: its phase of parity " + std::to_string(barrier->phase) +
-                     " has " + std::to_string(barrier->expected - barrier->left) + " of " +
-                     std::to_string(barrier->expected) + " arrivals";
+         format("{} never ends: no warp gives up registers{}", site, others));
+  std::string what =
+      format("never passes: its phase of parity {} has {} of {} arrivals", unsigned{barrier->phase},
+             barrier->expected - barrier->left, barrier->expected);
   if (barrier->bytes > 0)
-    what += " and waits for " + std::to_string(barrier->bytes) + " bytes that no copy brings";
+    what += format(" and waits for {} bytes that no copy brings", int{barrier->bytes});
   if (barrier->bytes < 0)
-    what +=
-        " and copies brought " + std::to_string(-barrier->bytes) + " bytes more than it expects";
+    what += format(" and copies brought {} bytes more than it expects", -barrier->bytes);
   barrier_failure(barrier, site, what + others);
 }
 
@@ -220,7 +211,7 @@ inline bool has_registers(unsigned registers, bool raises, const Site& site) {
   unsigned& mine = in_flight.registers[self.thread / kWarpSize];
   if (mine == registers) return true;
   if (raises != (registers > mine))
-    fail(site, "the warp has " + std::to_string(mine) + " registers per thread");
+    fail(site, format("the warp has {} registers per thread", mine));
   if (raises && (registers - mine) * kWarpSize > in_flight.free_registers) return false;
   in_flight.free_registers += (mine - registers) * kWarpSize;  // modulo 2^32
   mine = registers;

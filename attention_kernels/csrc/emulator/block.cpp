@@ -5,10 +5,8 @@ namespace attention::emulator {
 // ---- Shared memory ------------------------------------------------------------------------------
 
 bool SharedMemory::has(const void* address) const {
-  const auto within = [&](const unsigned char* start, size_t bytes) {
-    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(start) < bytes;
-  };
-  return within(dynamic, dynamic_bytes) || within(statics, Library::instance().storage_bytes);
+  return offset(address, dynamic) < dynamic_bytes ||
+         offset(address, statics) < Library::instance().storage_bytes;
 }
 
 unsigned SharedMemory::first_address(bool is_fixed) const {
@@ -20,9 +18,9 @@ unsigned SharedMemory::first_address(bool is_fixed) const {
 }
 
 unsigned SharedMemory::address_of(const void* memory_of_block) const {
-  const auto* const byte = static_cast<const unsigned char*>(memory_of_block);
-  const bool is_fixed = static_cast<size_t>(byte - statics) < Library::instance().storage_bytes;
-  return first_address(is_fixed) + static_cast<unsigned>(byte - (is_fixed ? statics : dynamic));
+  const bool is_fixed = offset(memory_of_block, statics) < Library::instance().storage_bytes;
+  return first_address(is_fixed) +
+         static_cast<unsigned>(offset(memory_of_block, is_fixed ? statics : dynamic));
 }
 
 unsigned char* SharedMemory::at_address(unsigned address) const {
@@ -35,31 +33,28 @@ unsigned char* SharedMemory::at_address(unsigned address) const {
 
 // ---- Words --------------------------------------------------------------------------------------
 
-inline std::string text(uint3 v) {
-  char buffer[40];
-  std::snprintf(buffer, sizeof buffer, "(%u, %u, %u)", v.x, v.y, v.z);
-  return buffer;
+inline void set_error(Block& block, cudaError_t code, const std::string& what) {
+  block.error = code;
+  std::snprintf(block.message, sizeof block.message, "%s", what.c_str());
 }
 
 std::string place(const char* file, int line) {
   const char* const slash = std::strrchr(file, '/');
-  return std::string(slash ? slash + 1 : file) + ":" + std::to_string(line);
+  return format("{}:{}", slash ? slash + 1 : file, line);
 }
 
-std::string describe(const SharedMemory& shared, uintptr_t address) {
-  const uintptr_t in_fixed = address - reinterpret_cast<uintptr_t>(shared.fixed);
+std::string describe(const SharedMemory& shared, const void* address) {
+  const size_t in_fixed = offset(address, shared.fixed);
   if (in_fixed < Library::instance().tls_bytes)
-    return "byte " + std::to_string(in_fixed) + " of static shared memory";
-  const auto offset = static_cast<ptrdiff_t>(address - reinterpret_cast<uintptr_t>(shared.dynamic));
-  return "byte " + std::to_string(offset) + " of " + std::to_string(shared.dynamic_bytes) +
-         " bytes of dynamic shared memory";
+    return format("byte {} of static shared memory", in_fixed);
+  const auto in_dynamic = static_cast<ptrdiff_t>(offset(address, shared.dynamic));
+  return format("byte {} of {} bytes of dynamic shared memory", in_dynamic, shared.dynamic_bytes);
 }
 
 std::string waiting_threads(const Block& block) {
   std::string all;
   const auto add = [&](unsigned waiting, unsigned of, const Site& site) {
-    all += "; " + std::to_string(waiting) + " of " + std::to_string(of) +
-           " threads have arrived in " + to_string(site);
+    all += format("; {} of {} threads have arrived in {}", waiting, of, site);
   };
   if (block.arrived != 0) add(block.arrived, block.threads - block.finished, block.barrier);
   for (const NamedBarrier& named : block.in_flight.named)
@@ -216,7 +211,7 @@ void Block::pass_barrier() {
 
 Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, const Site& site) {
   if (number < 1 || number >= static_cast<int>(kNamedBarriers))
-    fail(site, "there is no named barrier " + std::to_string(number) + ": 1 to 15");
+    fail(site, format("there is no named barrier {}: 1 to 15", number));
   NamedBarrier& named = in_flight.named[number];
   if (named.arrived == 0) {
     named.threads = for_threads;
@@ -227,16 +222,15 @@ Fiber* Block::arrive_at_named_barrier(int number, int for_threads, bool waits, c
   const uint32_t bit = 1u << this_fiber().thread % kWarpSize;
   if (for_threads <= 0 || for_threads % kWarpSize != 0 ||
       for_threads > static_cast<int>(warp_count * kWarpSize))
-    fail(site, "a barrier for " + std::to_string(for_threads) + " threads of " +
-                   std::to_string(threads) + ": it takes whole warps of the block");
+    fail(site, format("a barrier for {} threads of {}: it takes whole warps of the block",
+                      for_threads, threads));
   if (named.threads != static_cast<unsigned>(for_threads))
-    fail(site, "named barrier " + std::to_string(number) + " for " + std::to_string(for_threads) +
-                   " threads, and for " + std::to_string(named.threads) + " in " +
-                   to_string(named.site));
+    fail(site, format("named barrier {} for {} threads, and for {} in {}", number, for_threads,
+                      named.threads, named.site));
   if ((named.lanes[mine] & bit) != 0)
-    fail(site, "the thread arrives again at named barrier " + std::to_string(number) + ", where " +
-                   std::to_string(named.arrived) + " of " + std::to_string(named.threads) +
-                   " threads have arrived");
+    fail(site,
+         format("the thread arrives again at named barrier {}, where {} of {} threads have arrived",
+                number, named.arrived, named.threads));
   if (races != nullptr) races->release(&named);
   named.lanes[mine] |= bit;
   if (waits) {
@@ -286,9 +280,7 @@ void Block::finish() {
 // ---- Failing ----------------------------------------------------------------------------------
 
 void Block::record(cudaError_t code, const char* what, const Fiber& culprit) {
-  error = code;
-  std::snprintf(message, sizeof message, "%s; block %s, thread %s", what, text(index).c_str(),
-                text(culprit.thread_idx).c_str());
+  set_error(*this, code, format("{}; block {}, thread {}", what, index, culprit.thread_idx));
 }
 
 void Block::abandon() {
@@ -297,30 +289,30 @@ void Block::abandon() {
 }
 
 void Block::fail_by_divergence(const Site& here, const Site& there, const Fiber& other) {
-  fail(cudaErrorLaunchFailure, "divergence: this thread waits in " + to_string(here) + ", thread " +
-                                   text(other.thread_idx) + " in " + to_string(there));
+  fail(cudaErrorLaunchFailure, format("divergence: this thread waits in {}, thread {} in {}", here,
+                                      other.thread_idx, there));
 }
 
 // Called when no fiber can run although some have not returned: they wait for lanes of their warp.
 void Block::record_stuck() {
   const auto state_of = [&](const Warp& w, unsigned bit) {
-    const std::string name = "thread " + text(w.fibers[bit]->thread_idx);
-    if (w.done >> bit & 1) return name + " has returned from the kernel";
+    const uint3 thread = w.fibers[bit]->thread_idx;
+    if (w.done >> bit & 1) return format("thread {} has returned from the kernel", thread);
     const Site& site = w.waiting >> bit & 1 ? *w.wait[bit].site : barrier;
-    return name + " waits in " + to_string(site);
+    return format("thread {} waits in {}", thread, site);
   };
   for (const Warp* w = warps; w < warps + warp_count; ++w) {
     if (w->waiting == 0) continue;
     const unsigned waiter = __builtin_ctz(w->waiting);
     const uint32_t missing = w->wait[waiter].mask & ~w->waiting;
-    const std::string what = to_string(*w->wait[waiter].site) +
-                             " waits for lanes that never arrive: " +
-                             state_of(*w, missing != 0 ? __builtin_ctz(missing) : waiter);
+    const std::string what =
+        format("{} waits for lanes that never arrive: {}", *w->wait[waiter].site,
+               state_of(*w, missing != 0 ? __builtin_ctz(missing) : waiter));
     return record(cudaErrorLaunchFailure, what.c_str(), *w->fibers[waiter]);
   }
   for (const NamedBarrier& named : in_flight.named) {
     if (named.arrived == 0) continue;
-    const std::string what = to_string(named.site) + " never passes" + waiting_threads(*this);
+    const std::string what = format("{} never passes{}", named.site, waiting_threads(*this));
     return record(cudaErrorLaunchFailure, what.c_str(), fiber(named.thread));
   }
 }
@@ -329,29 +321,18 @@ void Block::record_stuck() {
 
 // Resets a fiber so that it starts in a function that never returns. `bottom` is the lowest address
 // of its stack.
-inline void start_over(Fiber& fiber, uintptr_t bottom, void (*function)()) {
+inline void start_over(Fiber& fiber, [[maybe_unused]] uintptr_t bottom, void (*function)()) {
   auto** const top = reinterpret_cast<void**>(&fiber);
 #ifdef ATTENTION_EMULATOR_ASAN
   fiber.fake_stack = nullptr;
   fiber.bottom = reinterpret_cast<const void*>(bottom);
   fiber.size = reinterpret_cast<uintptr_t>(top) - bottom;
 #endif
-#ifdef ATTENTION_EMULATOR_UCONTEXT
-  auto* const context = reinterpret_cast<ucontext_t*>(bottom);
-  getcontext(context);
-  context->uc_stack.ss_sp = context + 1;
-  context->uc_stack.ss_size =
-      reinterpret_cast<uintptr_t>(top) - reinterpret_cast<uintptr_t>(context + 1);
-  makecontext(context, function, 0);
-  fiber.stack_pointer = context;
-#else
-  (void)bottom;
   // Laid out as switch_stack() leaves a stack. The function starts as if called, without a caller.
   auto** const entry = top - 2 - kEntryOffset / sizeof(void*);
   std::fill(entry, top, nullptr);
   entry[0] = reinterpret_cast<void*>(function);
   fiber.stack_pointer = entry;
-#endif
 }
 
 void Block::fiber_main() {
@@ -359,29 +340,26 @@ void Block::fiber_main() {
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
   Block& block = *this_fiber().block;
-  bool returned = false;
+  bool threw = false;
   try {
     block.launch->body(block.launch->arguments);
-    returned = true;
   } catch (const ThreadExit&) {
-    returned = true;
-  } catch (...) {  // reported only after this block, so that the exception is destroyed
+  } catch (...) {
+    threw = true;  // reported only after this block, so that the exception is destroyed
   }
-  if (returned) block.finish();
+  if (!threw) block.finish();
   fail(cudaErrorLaunchFailure, "the kernel threw a C++ exception");
 }
 
 void Block::prepare(const Launch& next) {
   launch = &next;
-  threads = next.block.x * next.block.y * next.block.z;
+  threads = count_in(next.block);
   warp_count = (threads + kWarpSize - 1) / kWarpSize;
   warp_slots = 1;
   while (warp_slots < warp_count) warp_slots *= 2;
   if (stacks == 0) {
     const size_t bytes = (kMaxThreads + 2) * kStackBytes;
-    void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
+    void* const memory = reserve(bytes);
     madvise(memory, bytes, MADV_NOHUGEPAGE);  // most of each stack is never touched
     stacks = (reinterpret_cast<uintptr_t>(memory) / kStackBytes + 2) * kStackBytes;
     mprotect(reinterpret_cast<void*>(stacks - kStackBytes), kStackBytes, PROT_NONE);
@@ -391,15 +369,11 @@ void Block::prepare(const Launch& next) {
     warps[i / kWarpSize].fibers[i % kWarpSize] = &f;
     f.block = this;
     f.thread = i;
-    f.thread_idx = {i % next.block.x, i / next.block.x % next.block.y,
-                    i / next.block.x / next.block.y};
+    f.thread_idx = index_in(next.block, i);
   }
   for (unsigned i = 0; i < warp_count; ++i) {
     warps[i].exists = ~0u >> (kWarpSize - std::min(threads - i * kWarpSize, kWarpSize));
   }
-#ifdef ATTENTION_EMULATOR_UCONTEXT
-  main.stack_pointer = &main_context;
-#endif
 #ifdef ATTENTION_EMULATOR_ASAN
   pthread_attr_t attributes;
   void* bottom = nullptr;
@@ -413,9 +387,7 @@ void Block::prepare(const Launch& next) {
 
 bool Block::run(uint64_t number_in_grid) {
   number = number_in_grid;
-  index = {static_cast<unsigned>(number % launch->grid.x),
-           static_cast<unsigned>(number / launch->grid.x % launch->grid.y),
-           static_cast<unsigned>(number / launch->grid.x / launch->grid.y)};
+  index = index_in(launch->grid, number);
   shared.poison(launch->poison);
   for (unsigned i = 0; i < warp_count; ++i) warps[i].waiting = warps[i].done = 0;
   for (unsigned i = 0; i < threads; ++i) {
@@ -438,11 +410,9 @@ bool Block::run(uint64_t number_in_grid) {
   switch_context(main, *next_ready());
   if (races != nullptr) races->end_block();
   const Site* const left = cluster == nullptr ? nullptr : cluster->end(*this);
-  if (error == cudaSuccess && left != nullptr) {
-    error = cudaErrorLaunchFailure;
-    std::snprintf(message, sizeof message, "the block ends before %s is complete; block %s",
-                  to_string(*left).c_str(), text(index).c_str());
-  }
+  if (error == cudaSuccess && left != nullptr)
+    set_error(*this, cudaErrorLaunchFailure,
+              format("the block ends before {} is complete; block {}", *left, index));
   if (error == cudaSuccess) check_shared();
   if (signals.stopped) drop_stacks();  // and whatever a fiber was changing there
 #ifdef ATTENTION_EMULATOR_ASAN
@@ -453,21 +423,17 @@ bool Block::run(uint64_t number_in_grid) {
 }
 
 void Block::check_shared() {
-  if (const unsigned char* const byte = shared.overwritten(launch->poison)) {
-    error = cudaErrorIllegalAddress;
-    const std::string where = describe(shared, reinterpret_cast<uintptr_t>(byte));
-    std::snprintf(message, sizeof message, "a thread wrote to %s; block %s", where.c_str(),
-                  text(index).c_str());
-  }
+  if (const unsigned char* const byte = shared.overwritten(launch->poison))
+    set_error(*this, cudaErrorIllegalAddress,
+              format("a thread wrote to {}; block {}", describe(shared, byte), index));
   if (std::exchange(shared.counted, true)) return;
   const size_t fixed = shared.count_fixed(launch->poison);
-  if (launch->dynamic_shared + fixed > launch->shared_limit) {
-    error = cudaErrorInvalidValue;
-    std::snprintf(message, sizeof message,
-                  "%zu bytes of dynamic and at least %zu of static shared memory are more than the "
-                  "%zu of the emulated device",
-                  launch->dynamic_shared, fixed, launch->shared_limit);
-  }
+  if (launch->dynamic_shared + fixed > launch->shared_limit)
+    set_error(
+        *this, cudaErrorInvalidValue,
+        format("{} bytes of dynamic and at least {} of static shared memory are more than the "
+               "{} of the emulated device",
+               launch->dynamic_shared, fixed, launch->shared_limit));
 }
 
 // Checked after a launch. A fiber that outgrows its stack runs into its neighbour's; the words
@@ -528,10 +494,8 @@ inline Block* this_block() {
 
 int print(const char* file, int line, const char* format, ...) {
   std::string where = place(file, line) + ": ";
-  if (const Block* const block = this_block()) {
-    where =
-        "block " + text(block->index) + " thread " + text(this_fiber().thread_idx) + " " + where;
-  }
+  if (const Block* const block = this_block())
+    where = emulator::format("block {} thread {} {}", block->index, this_fiber().thread_idx, where);
   char* words = nullptr;
   va_list values;
   va_start(values, format);
@@ -553,7 +517,7 @@ void fail(cudaError_t code, const char* what) {
 }
 
 void fail(const Site& site, const char* what, cudaError_t code) {
-  fail(code, to_string(site) + ": " + what);
+  fail(site, std::string(what), code);
 }
 
 void check_shared(const void* address, const char* what, const Site& site) {

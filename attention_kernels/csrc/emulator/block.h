@@ -40,9 +40,9 @@ struct Device {
   static Device emulated();
 };
 
-struct Cluster;  // cluster.h
+class Races;     // races.cpp
+struct Cluster;  // runtime.h
 struct GridRun;
-struct PreviousLaunch;
 
 struct Launch {
   dim3 grid;
@@ -62,9 +62,7 @@ struct Launch {
   mutable unsigned grid_arrivals = 0;  // of blocks at grid_group::sync()
   bool flushes = false;                // whether subnormal floats become 0
   bool is_early = false;               // it may start before the previous launch has ended
-  PreviousLaunch* previous = nullptr;  // the launch before it, which may not have run yet
-  bool* waited = nullptr;              // set once a thread has waited for it
-  LaunchOrder* in_stream = nullptr;    // its place among all launches, for Races
+  LaunchOrder* in_stream = nullptr;    // its place among all launches
   GridRun* run = nullptr;              // which its blocks belong to
   uint64_t seed = 0;
   enum { kAlternating, kReverse, kShuffle } order = kAlternating;
@@ -117,9 +115,6 @@ struct Block {
   Warp warps[kMaxThreads / kWarpSize];
 
   Context main;
-#ifdef ATTENTION_EMULATOR_UCONTEXT
-  ucontext_t main_context;
-#endif
   uintptr_t stacks = 0;
   SharedMemory shared;
   InFlight in_flight;

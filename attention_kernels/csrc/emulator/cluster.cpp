@@ -8,24 +8,6 @@ inline void fail_with(const Cluster& cluster) {
   if (cluster.failed.load()) fail(emulatorErrorCluster, "another block of the cluster has failed");
 }
 
-void Cluster::begin(Block& block) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  blocks[rank_of(block)] = &block;
-  ++events;
-}
-
-const Site* Cluster::end(const Block& block) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const unsigned rank = rank_of(block);
-  blocks[rank] = nullptr;
-  ended[rank] = true;
-  if (block.error != cudaSuccess) failed = true;
-  ++events;
-  for (const Message& message : messages[rank])
-    if (message.copy.bytes > 0) return &message.copy.site;
-  return nullptr;
-}
-
 bool never_ends(bool at_barrier) {
   Block& block = *this_fiber().block;
   InFlight& in_flight = block.in_flight;
@@ -96,9 +78,7 @@ void cluster_wait(const char* file, int line) {
     const uint64_t arrived = cluster.arrived.load();
     if (arrived >= due) break;
     if (never_ends(/*at_barrier=*/false))
-      fail(site,
-           "never passes: " + std::to_string(due - arrived) +
-               " threads of the cluster do not arrive",
+      fail(site, format("never passes: {} threads of the cluster do not arrive", due - arrived),
            cudaErrorLaunchTimeout);
     switch_to(block.yield());
   }
@@ -127,28 +107,28 @@ void store_to_block(float* here, unsigned block, float value, const char* file, 
   *reinterpret_cast<float*>(byte) = value;
 }
 
-void send(unsigned block, const BulkCopy& copy, const void* code) {
+void send(unsigned block, const BulkCopy& copy) {
   Block& self = *this_fiber().block;
   Cluster& cluster = *self.cluster;
-  Message message{copy, code, {}};
+  Message message{copy, {}};
   if (self.races != nullptr) {
     message.knowledge = self.races->knowledge();
     self.races->advance();
   }
   std::unique_lock<std::mutex> lock(cluster.mutex);
-  if (const Block* const other = cluster.blocks[block]) {
-    const auto move = [&](const void* here) {
-      auto* const byte = static_cast<unsigned char*>(const_cast<void*>(here));
-      return self.shared.in_other(byte, other->shared);
-    };
-    if (copy.bytes > 0) message.copy.to = move(copy.to);
-    message.copy.barrier = move(copy.barrier);
-    cluster.messages[block].push_back(message);
-    ++cluster.events;
-  } else {
+  const Block* const other = cluster.blocks[block];
+  if (other == nullptr) {
     lock.unlock();
     not_running(copy.site);
   }
+  const auto move = [&](const void* here) {
+    auto* const byte = static_cast<unsigned char*>(const_cast<void*>(here));
+    return self.shared.in_other(byte, other->shared);
+  };
+  if (copy.bytes > 0) message.to = move(copy.to);
+  message.barrier = move(copy.barrier);
+  cluster.messages[block].push_back(message);
+  ++cluster.events;
   self.in_flight.progress();
 }
 
@@ -168,12 +148,9 @@ void send_bytes(void* here, unsigned block, const unsigned* words, unsigned byte
     std::copy_n(words, bytes / sizeof(unsigned), last.begin());
     kept = last.data();
   }
-  const BulkCopy copy{here, bytes, barrier, site, line_of(kept, bytes)};
-  if (block != rank_of(self)) {
-    send(block, copy, code);
-    return;
-  }
-  begin_copy(copy, code);
+  const BulkCopy copy{here, bytes, barrier, site, code, line_of(kept, bytes)};
+  if (block != rank_of(self)) return send(block, copy);
+  begin_copy(copy);
   self.in_flight.progress();
 }
 
@@ -182,11 +159,7 @@ void barrier_arrive_at_block(Barrier* here, unsigned block, const char* file, in
   const Block& self = *this_fiber().block;
   if (block >= self.launch->blocks_of_cluster()) not_running(site);
   check_shared(here, "the address", site);
-  if (block == rank_of(self)) {
-    arrive(here, 0, site);
-  } else {
-    send(block, {nullptr, 0, here, site}, nullptr);
-  }
+  block == rank_of(self) ? arrive(here, 0, site) : send(block, {nullptr, 0, here, site, nullptr});
 }
 
 void receive_messages() {
@@ -199,14 +172,13 @@ void receive_messages() {
     messages.swap(block.cluster->messages[rank]);
   }
   for (const Message& message : messages) {
-    const BulkCopy& copy = message.copy;
     take_message(message);
     block.in_flight.progress();
-    if (copy.bytes == 0) continue;
+    if (message.bytes == 0) continue;
     if (block.races != nullptr)
-      block.races->copy_from_block(copy.to, copy.bytes, message.code, message.knowledge,
-                                   copy.barrier);
-    add_copy(copy, message.code);
+      block.races->copy_from_block(message.to, message.bytes, message.code, message.knowledge,
+                                   message.barrier);
+    add_copy(message);
   }
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cluster.h"
+#include "cuda/functional"
 #include "cuda_pipeline.h"
 
 #pragma GCC visibility push(hidden)
@@ -37,24 +38,17 @@ class lanes {
   int all(int predicate, ATTENTION_EMULATOR_SITE) const {
     return __all_sync(mask, predicate, file, line);
   }
-  template <typename T>
-  T shfl(T value, int rank, ATTENTION_EMULATOR_SITE) const {
-    return from(value, rank, {"shfl", file, line});
+#define ATTENTION_EMULATOR_SHUFFLE(name, source)                     \
+  template <typename T>                                              \
+  T name(T value, unsigned operand, ATTENTION_EMULATOR_SITE) const { \
+    [[maybe_unused]] const unsigned rank = thread_rank();            \
+    return from(value, source, {#name, file, line});                 \
   }
-  template <typename T>
-  T shfl_down(T value, unsigned delta, ATTENTION_EMULATOR_SITE) const {
-    const unsigned rank = thread_rank() + delta;
-    return from(value, rank < size() ? rank : thread_rank(), {"shfl_down", file, line});
-  }
-  template <typename T>
-  T shfl_up(T value, unsigned delta, ATTENTION_EMULATOR_SITE) const {
-    const unsigned rank = thread_rank();
-    return from(value, delta <= rank ? rank - delta : rank, {"shfl_up", file, line});
-  }
-  template <typename T>
-  T shfl_xor(T value, unsigned bits, ATTENTION_EMULATOR_SITE) const {
-    return from(value, thread_rank() ^ bits, {"shfl_xor", file, line});
-  }
+  ATTENTION_EMULATOR_SHUFFLE(shfl, operand)
+  ATTENTION_EMULATOR_SHUFFLE(shfl_down, rank + operand < size() ? rank + operand : rank)
+  ATTENTION_EMULATOR_SHUFFLE(shfl_up, operand <= rank ? rank - operand : rank)
+  ATTENTION_EMULATOR_SHUFFLE(shfl_xor, rank ^ operand)
+#undef ATTENTION_EMULATOR_SHUFFLE
   // Used by reduce().
   template <typename T, typename Function>
   T reduced(T value, Function function, const emulator::Site& site) const {
@@ -122,7 +116,7 @@ class grid_group {
     }
     thread_block::sync(file, line);
   }
-  static uint64_t num_blocks() { return uint64_t{gridDim.x} * gridDim.y * gridDim.z; }
+  static uint64_t num_blocks() { return emulator::count_in(gridDim); }
   static uint64_t block_rank() {
     return (uint64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   }
@@ -186,18 +180,11 @@ ATTENTION_EMULATOR_INLINE void sync(const Group& group, ATTENTION_EMULATOR_SITE)
 
 // ---- <cooperative_groups/reduce.h> and <cooperative_groups/memcpy_async.h> -----------------------
 
-#define ATTENTION_EMULATOR_OPERATION(name, expression)  \
-  template <typename T>                                 \
-  struct name {                                         \
-    T operator()(T a, T b) const { return expression; } \
-  };
-ATTENTION_EMULATOR_OPERATION(plus, a + b)
-ATTENTION_EMULATOR_OPERATION(less, b < a ? b : a)
-ATTENTION_EMULATOR_OPERATION(greater, a < b ? b : a)
-ATTENTION_EMULATOR_OPERATION(bit_and, a& b)
-ATTENTION_EMULATOR_OPERATION(bit_or, a | b)
-ATTENTION_EMULATOR_OPERATION(bit_xor, a ^ b)
-#undef ATTENTION_EMULATOR_OPERATION
+using std::bit_and, std::bit_or, std::bit_xor, std::plus;
+template <typename T>
+using less = cuda::minimum<T>;
+template <typename T>
+using greater = cuda::maximum<T>;
 
 template <typename Group, typename T, typename Function>
 T reduce(const Group& group, T value, Function function, ATTENTION_EMULATOR_SITE) {

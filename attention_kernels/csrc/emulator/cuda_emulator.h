@@ -464,23 +464,20 @@ int printf(Format format, Values... values) {
 }
 
 template <typename... Parameters, typename... Arguments>
-auto make_call(void (*kernel)(Parameters...), Arguments... arguments) {
-  return std::make_tuple(kernel, std::tuple<Parameters...>(static_cast<Parameters>(arguments)...));
-}
-
-template <typename Call>
-void run_call(const void* call) {
-  const auto& [function, parameters] = *static_cast<const Call*>(call);
-  std::apply(function, parameters);
-}
-
-template <typename Kernel, typename... Arguments>
-cudaError_t launch_any(bool is_early, bool is_at_once, Kernel* kernel, dim3 grid, int cluster,
+cudaError_t launch_any([[maybe_unused]] bool is_early, [[maybe_unused]] bool is_at_once,
+                       void (*kernel)(Parameters...), dim3 grid, [[maybe_unused]] int cluster,
                        dim3 block, size_t smem_bytes, Arguments... arguments) {
-  using Call = decltype(make_call(kernel, arguments...));
-  emulator::Launch launch{
-      grid,        block, smem_bytes, run_call<Call>, new Call(make_call(kernel, arguments...)),
-      sizeof(Call)};
+#ifdef ATTENTION_RECORDS_LAUNCHES  // instead of running them: see recorders/launches.cpp
+  return record_launch(kernel, grid, block, smem_bytes, static_cast<Parameters>(arguments)...);
+#else
+  using Call = std::pair<decltype(kernel), std::tuple<Parameters...>>;
+  const auto run = [](const void* call) {
+    const auto& [function, parameters] = *static_cast<const Call*>(call);
+    std::apply(function, parameters);
+  };
+  const auto* const call =
+      new Call(kernel, std::tuple<Parameters...>(static_cast<Parameters>(arguments)...));
+  emulator::Launch launch{grid, block, smem_bytes, run, call, sizeof(Call)};
   launch.cluster = cluster;
   launch.is_early = is_early;
   launch.is_at_once = is_at_once;
@@ -489,6 +486,7 @@ cudaError_t launch_any(bool is_early, bool is_at_once, Kernel* kernel, dim3 grid
 #endif
   return emulator::run_launch(launch,
                               [](const void* used) { delete static_cast<const Call*>(used); });
+#endif
 }
 
 template <typename Kernel, typename... Arguments>

@@ -12,6 +12,7 @@
 namespace attention::emulator {
 
 struct HalfFormat {
+  static constexpr int kLeast = -14;  // exponent of subnormal numbers
 #if defined(__FLT16_MAX__)
   using Native = _Float16;
 #else
@@ -30,6 +31,7 @@ struct HalfFormat {
 };
 
 struct BFloat16Format {
+  static constexpr int kLeast = -126;
   static uint16_t encode(float value) {
     const auto bits = bit_cast<uint32_t>(value);
     if (value != value) return 0x7fff;
@@ -120,6 +122,9 @@ using nv_bfloat162 = __nv_bfloat162;
   inline type2 __halves2##name2(type x, type y) { return {x, y}; }                          \
   inline type2 make_##name2(type x, type y) { return {x, y}; }                              \
   inline type2 __##name##2##name2(type x) { return {x, x}; }                                \
+  inline float __low2float(type2 v) { return v.x; }                                         \
+  inline float __high2float(type2 v) { return v.y; }                                        \
+  inline bool __hisnan(type x) { return std::isnan(float(x)); }                             \
   inline type __low2##name(type2 v) { return v.x; }                                         \
   inline type __high2##name(type2 v) { return v.y; }                                        \
   inline type2 __low2##name2(type2 v) { return {v.x, v.x}; }                                \
@@ -212,18 +217,4 @@ ATTENTION_EMULATOR_COMPARISON(le, a <= b)
 ATTENTION_EMULATOR_COMPARISON(gt, a > b)
 ATTENTION_EMULATOR_COMPARISON(ge, a >= b)
 #undef ATTENTION_EMULATOR_COMPARISON
-template <typename Format>
-bool __hisnan(Float16<Format> v) {
-  return std::isnan(float(v));
-}
-
-template <typename Format>
-float __low2float(Float16x2<Format> v) {
-  return v.x;
-}
-template <typename Format>
-float __high2float(Float16x2<Format> v) {
-  return v.y;
-}
-
 }  // namespace attention::emulator

@@ -1,5 +1,1 @@
-// A kernel's `#include <cuda_runtime.h>` finds this.
-
-#pragma once
-
 #include "cuda_emulator.h"

@@ -14,72 +14,56 @@ namespace attention::emulator {
 constexpr long kTickNanoseconds = 50'000'000;
 constexpr double kTicksPerSecond = 1e9 / kTickNanoseconds;
 
-// ", in code at +0x1f of v07.so", from which the ladder finds the source line.
-inline std::string place(uintptr_t code) {
+std::string place(uintptr_t code) {
   Dl_info library{};
   dladdr(reinterpret_cast<void*>(code), &library);
-  char text[48];
-  std::snprintf(text, sizeof text, ", in code at +0x%zx of ",
-                size_t(code - reinterpret_cast<uintptr_t>(library.dli_fbase)));
-  return text + std::string(library.dli_fname ? library.dli_fname : "an unknown library");
+  return format(", in code at +{} of {}", hexadecimal(offset(code, library.dli_fbase)),
+                library.dli_fname ? library.dli_fname : "an unknown library");
 }
 
 // ---- The compiler's checks ----------------------------------------------------------------------
 
-// Structs that GCC and Clang pass to UndefinedBehaviorSanitizer.
-struct CheckedLine {
+// What GCC and Clang pass to UndefinedBehaviorSanitizer begins like this: of an access, or of an
+// index, with the type of the array.
+struct Check {
   const char* file;
   uint32_t line, column;
+  const struct {
+    uint16_t kind, info;
+    char name[1];  // in quotes
+  }* type;
+  unsigned char log_alignment;  // only of an access
 
-  std::string text() const { return place(file, int(line)); }
-};
-
-struct CheckedType {
-  uint16_t kind, info;
-  char name[1];  // in quotes
-};
-
-struct AccessCheck {
-  CheckedLine at;
-  const CheckedType* type;
-  unsigned char log_alignment;
-  unsigned char kind;
-};
-
-struct IndexCheck {
-  CheckedLine at;
-  const CheckedType* array;
-  const CheckedType* index;
+  std::string at() const { return place(file, int(line)); }
 };
 
 extern "C" {
 
 [[noreturn]] __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1_abort(
-    const AccessCheck* check, uintptr_t address) {
+    const Check* check, uintptr_t address) {
   const uintptr_t alignment = uintptr_t{1} << check->log_alignment;
   if (address % alignment != 0)
-    fail(cudaErrorMisalignedAddress, "misaligned access at " + check->at.text() + ": a " +
-                                         check->type->name + " that is not at a multiple of " +
-                                         std::to_string(alignment) + " bytes");
-  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
-                                    ": no room for a " + check->type->name);
+    fail(cudaErrorMisalignedAddress,
+         format("misaligned access at {}: a {} that is not at a multiple of {} bytes", check->at(),
+                check->type->name, alignment));
+  fail(cudaErrorIllegalAddress, format("access out of bounds of an array at {}: no room for a {}",
+                                       check->at(), check->type->name));
 }
 
 [[noreturn]] __attribute__((used)) inline void __ubsan_handle_out_of_bounds_abort(
-    const IndexCheck* check, intptr_t index) {
-  fail(cudaErrorIllegalAddress, "access out of bounds of an array at " + check->at.text() +
-                                    ": index " + std::to_string(index) + " of a " +
-                                    check->array->name);
+    const Check* check, intptr_t index) {
+  fail(cudaErrorIllegalAddress, format("access out of bounds of an array at {}: index {} of a {}",
+                                       check->at(), index, check->type->name));
 }
 
 // ---- Functions that the linker redirects --------------------------------------------------------
 
 [[noreturn]] __attribute__((used)) inline void __wrap_exit(int status) {
-  fail(cudaErrorLaunchFailure, "the version file calls exit(" + std::to_string(status) + ")");
+  fail(cudaErrorLaunchFailure, format("the version file calls exit({})", status));
 }
 
 [[noreturn]] __attribute__((used)) inline void __wrap__exit(int status) {
-  fail(cudaErrorLaunchFailure, "the version file calls _exit(" + std::to_string(status) + ")");
+  fail(cudaErrorLaunchFailure, format("the version file calls _exit({})", status));
 }
 
 [[noreturn]] __attribute__((used)) inline void __wrap_abort() {
@@ -89,7 +73,7 @@ extern "C" {
 [[noreturn]] __attribute__((used)) inline void __wrap___assert_fail(const char* condition,
                                                                     const char* file, unsigned line,
                                                                     const char*) {
-  fail(cudaErrorAssert, "assert() at " + place(file, int(line)) + ": " + condition);
+  fail(cudaErrorAssert, format("assert() at {}: {}", place(file, int(line)), condition));
 }
 
 }  // extern "C"
@@ -106,16 +90,12 @@ struct Interrupts {
 };
 inline __attribute__((visibility("default"))) Interrupts interrupts;
 
-#if defined(__x86_64__)
+#ifdef __x86_64__
 inline auto& code_of(mcontext_t& machine) { return machine.gregs[REG_RIP]; }
 inline auto& stack_pointer_of(mcontext_t& machine) { return machine.gregs[REG_RSP]; }
-#elif defined(__aarch64__)
+#else
 inline auto& code_of(mcontext_t& machine) { return machine.pc; }
 inline auto& stack_pointer_of(mcontext_t& machine) { return machine.sp; }
-#else  // unknown machine: no fiber is ever found at fault
-inline uintptr_t no_register = 0;
-inline auto& code_of(mcontext_t&) { return no_register; }
-inline auto& stack_pointer_of(mcontext_t&) { return no_register; }
 #endif
 
 // Makes a fiber continue in `function`, with an empty stack, when the signal handler returns.
@@ -161,17 +141,17 @@ inline void handle(int signal, void (*handler)(int, siginfo_t*, void*), int flag
   const Block& block = *this_fiber().block;
   const siginfo_t& fault = block.signals.fault;
   const auto address = reinterpret_cast<uintptr_t>(fault.si_addr);
-  char text[32];
-  std::snprintf(text, sizeof text, " (address 0x%zx)", size_t(address));
   const std::string at = place(block.signals.code);
+  const std::string there = format(" (address {}){}", hexadecimal(address), at);
   if (fault.si_signo == SIGFPE) fail(cudaErrorLaunchFailure, "integer division by zero" + at);
   if (fault.si_signo == SIGILL) fail(cudaErrorLaunchFailure, "the kernel traps" + at);
-  if (block.owns(address)) fail(cudaErrorLaunchFailure, "stack overflow" + (text + at));
+  if (block.owns(address)) fail(cudaErrorLaunchFailure, "stack overflow" + there);
   if (fault.si_signo == SIGBUS || fault.si_code == SI_KERNEL)
-    fail(cudaErrorMisalignedAddress, "access of a misaligned or wild address" + (text + at));
+    fail(cudaErrorMisalignedAddress, "access of a misaligned or wild address" + there);
   if (block.shared.is_near(address))
-    fail(cudaErrorIllegalAddress, "illegal access to " + describe(block.shared, address) + at);
-  fail(cudaErrorIllegalAddress, "illegal memory access" + (text + at));
+    fail(cudaErrorIllegalAddress,
+         "illegal access to " + describe(block.shared, fault.si_addr) + at);
+  fail(cudaErrorIllegalAddress, "illegal memory access" + there);
 }
 
 // A wild address in a kernel is an error of the launch, as on a GPU, and does not end the process.
@@ -232,7 +212,7 @@ inline bool must_stop(Block& block, uintptr_t code) {
   Block& block = *this_fiber().block;
   std::string where = place(block.signals.code);
   if (block.interval + block.arrived > 0)
-    where += ", the last barrier was " + to_string(block.barrier);
+    where += format(", the last barrier was {}", block.barrier);
   if (!is_late(block)) fail(cudaErrorLaunchFailure, "interrupted" + where);
   char what[64];
   std::snprintf(what, sizeof what, "the block did not end in %g s",

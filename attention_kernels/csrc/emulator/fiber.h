@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <ucontext.h>
-
 #include <cstddef>
 #include <cstdint>
 
@@ -25,7 +23,7 @@
 #endif
 
 #if !defined(__x86_64__) && !defined(__aarch64__)
-#define ATTENTION_EMULATOR_UCONTEXT 1  // no hand-written switch for this machine
+#error "the CPU emulator switches stacks on x86-64 and AArch64 only"
 #endif
 
 #pragma GCC visibility push(hidden)
@@ -60,12 +58,12 @@ class Subnormals {
   Subnormals(const Subnormals&) = delete;
 
  private:
-#if defined(__x86_64__)
+#ifdef __x86_64__
   using Register = unsigned;
   static constexpr Register kFlush = 0x8040;  // flush to zero, and denormals are zeros
   static Register get() { return __builtin_ia32_stmxcsr(); }
   static void set(Register value) { __builtin_ia32_ldmxcsr(value); }
-#elif defined(__aarch64__)
+#else
   using Register = uint64_t;
   static constexpr Register kFlush = 1 << 24;
   static Register get() {
@@ -74,18 +72,13 @@ class Subnormals {
     return value;
   }
   static void set(Register value) { asm volatile("msr fpcr, %0" ::"r"(value)); }
-#else
-  using Register = unsigned;
-  static constexpr Register kFlush = 0;
-  static Register get() { return 0; }
-  static void set(Register) {}
 #endif
   const Register before;
 };
 
 // A place to switch back to: a fiber, or the OS thread's own stack.
 struct Context {
-  void* stack_pointer = nullptr;  // ucontext_t* without a hand-written switch
+  void* stack_pointer = nullptr;
 #ifdef ATTENTION_EMULATOR_ASAN
   void* fake_stack = nullptr;
   const void* bottom = nullptr;
@@ -113,14 +106,11 @@ inline Fiber& fiber_on(uintptr_t stack) {
 // The calling CUDA thread. The stack pointer is read without `volatile`, so that the compiler
 // hoists it out of loops.
 inline Fiber& this_fiber() {
-#if defined(__x86_64__)
   uintptr_t stack_pointer;
+#ifdef __x86_64__
   asm("movq %%rsp, %0" : "=r"(stack_pointer));
-#elif defined(__aarch64__)
-  uintptr_t stack_pointer;
-  asm("mov %0, sp" : "=r"(stack_pointer));
 #else
-  const auto stack_pointer = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+  asm("mov %0, sp" : "=r"(stack_pointer));
 #endif
   return fiber_on(stack_pointer & ~(kStackBytes - 1));
 }
@@ -130,9 +120,7 @@ inline Fiber& this_fiber() {
 // needs. Inlined so that each barrier of a kernel has its own jump, which always leads to the same
 // place and is predicted; a shared return instruction would not be.
 __attribute__((always_inline)) inline void switch_stack(void** from, void* to) {
-#if defined(ATTENTION_EMULATOR_UCONTEXT)
-  swapcontext(static_cast<ucontext_t*>(*from), static_cast<ucontext_t*>(to));
-#elif defined(__x86_64__)
+#ifdef __x86_64__
   asm volatile(
       "leaq -128(%%rsp), %%rsp\n\t"  // the red zone may be in use
       "pushq %%rbp\n\t"

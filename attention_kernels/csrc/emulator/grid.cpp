@@ -23,18 +23,10 @@ inline int number(const char* name, int default_value) {
 Device Device::emulated() {
   const int arch = number("ATTENTION_EMULATOR_ARCH", 90);
   const int multiprocessors = number("ATTENTION_EMULATOR_MULTIPROCESSORS", 8);
-  for (const auto& [known, kilobytes] : {std::pair{70, 96},
-                                         {75, 64},
-                                         {80, 163},
-                                         {86, 99},
-                                         {87, 163},
-                                         {89, 99},
-                                         {90, 227},
-                                         {100, 227},
-                                         {103, 227},
-                                         {120, 99}}) {
+  constexpr int kKilobytes[][2] = {{70, 96}, {75, 64},  {80, 163},  {86, 99},   {87, 163},
+                                   {89, 99}, {90, 227}, {100, 227}, {103, 227}, {120, 99}};
+  for (const auto& [known, kilobytes] : kKilobytes)
     if (arch == known) return {arch, size_t(kilobytes) * 1024, multiprocessors};
-  }
   return {arch, 0, multiprocessors};
 }
 
@@ -48,7 +40,7 @@ inline std::string read_settings(Launch& launch, uint64_t& workers) {
     const char* end = "";
     if (wrong.empty() && value != nullptr &&
         (!parse(value, const_cast<char**>(&end)) || *end != '\0'))
-      wrong = std::string(name) + " is `" + value + "`: it takes " + expected;
+      wrong = format("{} is `{}`: it takes {}", name, value, expected);
   };
   const Device device = Device::emulated();
   launch.arch = device.arch;
@@ -99,8 +91,8 @@ inline std::string wrong_setting() {
 // Returns how many blocks of a launch the device runs at once.
 inline uint64_t resident_blocks_of(const Launch& launch) {
   const Device device = Device::emulated();
-  const uint64_t threads = uint64_t{launch.block.x} * launch.block.y * launch.block.z;
-  return device.multiprocessors * device.blocks_at_once(threads, launch.dynamic_shared);
+  return device.multiprocessors *
+         device.blocks_at_once(count_in(launch.block), launch.dynamic_shared);
 }
 
 // The order in which blocks start. CUDA promises none, so a kernel whose blocks depend on each
@@ -198,6 +190,11 @@ class Turns {
   uint64_t missing, random;
 };
 
+struct Outcome {
+  cudaError_t error = cudaSuccess;
+  std::string message;
+};
+
 // The blocks of a launch, run by any number of OS threads; with clusters, by one thread per block
 // of a cluster, so that all unfinished blocks of the first unfinished cluster run at once; or by
 // one thread per block of the grid, if all blocks must run at once. A block that has started runs
@@ -212,8 +209,7 @@ struct GridRun {
   std::atomic<uint64_t> next{0};
   std::mutex mutex;
   uint64_t failed;  // its place in the order
-  cudaError_t error = cudaSuccess;
-  std::string message;
+  Outcome outcome;
   std::deque<std::thread> others;  // OS threads
   std::optional<Turns> turns;
 
@@ -224,7 +220,7 @@ struct GridRun {
 
   explicit GridRun(const Launch& l)
       : launch(l),
-        blocks(uint64_t{l.grid.x} * l.grid.y * l.grid.z),
+        blocks(count_in(l.grid)),
         cluster(l.blocks_of_cluster()),
         order(l, blocks / cluster),
         within(l, cluster),
@@ -247,10 +243,9 @@ struct GridRun {
     for (uint64_t i = place == blocks || launch.is_at_once ? 0 : place / cluster;
          i < clusters.size(); ++i)
       clusters[order[i]].failed = true;
-    if (error != cudaSuccess && place >= failed) return;
+    if (outcome.error != cudaSuccess && place >= failed) return;
     failed = place;
-    error = code;
-    message = what;
+    outcome = {code, what};
   }
 
   void work() {
@@ -317,7 +312,7 @@ struct GridRun {
     ++round, stuck = 0;
     if (++rounds < 3) return false;  // a block may have changed a word after others had read it
     if (next >= blocks || running < cluster || running + cluster > most_resident ||
-        error != cudaSuccess)
+        outcome.error != cudaSuccess)
       return true;
     const uint64_t more = std::min<uint64_t>(running, most_resident - running) / cluster * cluster;
     return !start_others(others.size() + std::min(more, blocks - next));
@@ -328,45 +323,37 @@ struct GridRun {
   static void thread_main(void* run) { static_cast<GridRun*>(run)->work(); }
 };
 
-struct Outcome {
-  cudaError_t error = cudaSuccess;
-  std::string message;
-};
-
 // Reads the settings and checks the launch before it runs.
 inline Outcome check(Launch& launch, uint64_t& workers) {
   const dim3 grid = launch.grid, block = launch.block;
   if (const std::string wrong = read_settings(launch, workers); !wrong.empty())
     return {emulatorErrorSetting, wrong};
-  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  const uint64_t threads = count_in(block);
   if (threads == 0 || threads > kMaxThreads || block.z > 64) {
     return {cudaErrorInvalidConfiguration,
-            "a block of " + text(block) + " threads: 1 to 1024 are possible"};
+            format("a block of {} threads: 1 to 1024 are possible", block)};
   }
   if (grid.x - 1 >= 0x7fffffff || grid.y - 1 >= 65535 ||
       grid.z - 1 >= 65535) {  // 0 - 1 wraps to the largest value
-    return {cudaErrorInvalidConfiguration, "a grid of " + text(grid) + " blocks is not possible"};
+    return {cudaErrorInvalidConfiguration, format("a grid of {} blocks is not possible", grid)};
   }
   if (launch.cluster > 1 && launch.arch < 90)
     return {cudaErrorNotSupported, "clusters need compute capability 9.0"};
   if (launch.cluster > kMaxCluster || (launch.cluster > 0 && grid.x % launch.cluster != 0)) {
-    return {cudaErrorInvalidConfiguration, "clusters of " + std::to_string(launch.cluster) +
-                                               " blocks of a grid of " + text(grid) +
-                                               " are not possible"};
+    return {cudaErrorInvalidConfiguration,
+            format("clusters of {} blocks of a grid of {} are not possible", launch.cluster, grid)};
   }
-  const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
+  const uint64_t blocks = count_in(grid);
   if (launch.is_at_once && blocks > resident_blocks_of(launch)) {
     return {cudaErrorCooperativeLaunchTooLarge,
-            std::to_string(blocks) + " blocks do not run at once on a device of " +
-                std::to_string(Device::emulated().multiprocessors) +
-                " multiprocessors (ATTENTION_EMULATOR_MULTIPROCESSORS), which has room for " +
-                std::to_string(resident_blocks_of(launch))};
+            format("{} blocks do not run at once on a device of {} multiprocessors "
+                   "(ATTENTION_EMULATOR_MULTIPROCESSORS), which has room for {}",
+                   blocks, Device::emulated().multiprocessors, resident_blocks_of(launch))};
   }
   if (launch.dynamic_shared > launch.shared_limit) {
-    return {cudaErrorInvalidValue, std::to_string(launch.dynamic_shared) +
-                                       " bytes of dynamic shared memory are more than the " +
-                                       std::to_string(launch.shared_limit) +
-                                       " of the emulated device"};
+    return {cudaErrorInvalidValue,
+            format("{} bytes of dynamic shared memory are more than the {} of the emulated device",
+                   launch.dynamic_shared, launch.shared_limit)};
   }
   return {};
 }
@@ -388,52 +375,41 @@ inline Outcome run_grid(Launch launch) {
   else if (launch.cluster > 1)
     workers = launch.cluster;
   // Use the threads that could be started, except for blocks that must run at the same time.
-  bool are_enough;
-  {
-    const std::lock_guard<std::mutex> lock(run.polling);
-    are_enough = run.start_others(std::min(workers, run.blocks) - 1);
-  }
+  std::unique_lock<std::mutex> lock(run.polling);
+  const bool are_enough = run.start_others(std::min(workers, run.blocks) - 1);
+  lock.unlock();
   if (!are_enough && (launch.cluster > 1 || launch.is_at_once))
     run.fail(0, cudaErrorLaunchOutOfResources, "too few OS threads for blocks that run at once");
   if (!are_enough && run.turns) run.turns->give_up();
   run.work();
   run.join_others();
-  return {run.error, run.message};
+  return run.outcome;
 }
 
 // ---- Launches -----------------------------------------------------------------------------------
 
 // A launch that later ones may overlap.
-struct PreviousLaunch {
+struct QueuedLaunch {
   Launch launch;
   void (*release)(const void* arguments);
-  bool waited = false;
   std::mutex mutex;
   bool has_run = false;
   Outcome outcome;
   LaunchOrder order;
-  PreviousLaunch* before = nullptr;  // of the same call, if there is one
+  const QueuedLaunch* before = nullptr;  // of the same call, if there is one
 
-  PreviousLaunch(const Launch& l, void (*r)(const void*)) : launch(l), release(r) {
-    launch.waited = &waited;
+  QueuedLaunch(const Launch& l, void (*r)(const void*)) : launch(l), release(r) {
     launch.in_stream = &order;
   }
-  ~PreviousLaunch() { release(launch.arguments); }
+  ~QueuedLaunch() { release(launch.arguments); }
+  QueuedLaunch(const QueuedLaunch&) = delete;
 
-  // The launch is the `index`-th of a call that begins after launch `before_call`.
-  void begin(uint32_t before_call, uint32_t index, PreviousLaunch* earlier) {
-    order.number = before_call + 1 + index;
-    order.before_call = before_call;
-    before = earlier;
-    register_launch(order, true);
-  }
   // What has ended when the launch begins, if that is known.
   uint32_t begins_after() const {
     if (!launch.is_early) return order.number - 1;
     if (before == nullptr) return order.before_call - 1;
     return before->has_run ? before->order.allows : 0;
   }
-  PreviousLaunch(const PreviousLaunch&) = delete;
 
   // Runs the launch on the first call. It gets its own OS thread if the caller's holds the static
   // shared arrays of the next launch.
@@ -441,7 +417,7 @@ struct PreviousLaunch {
     const std::lock_guard<std::mutex> lock(mutex);
     if (std::exchange(has_run, true)) return outcome;
     if (on_own_thread) {
-      std::thread(&PreviousLaunch::thread_main, static_cast<void*>(this)).join();
+      std::thread(&QueuedLaunch::thread_main, static_cast<void*>(this)).join();
     } else {
       thread_main(this);
     }
@@ -449,24 +425,22 @@ struct PreviousLaunch {
   }
 
   static void thread_main(void* self) {
-    auto& it = *static_cast<PreviousLaunch*>(self);
+    auto& it = *static_cast<QueuedLaunch*>(self);
     LaunchOrder& order = it.order;
     order.begins_after = it.begins_after();
     it.outcome = run_grid(it.launch);
     order.begins_after = it.begins_after();
     // A block that does not know more lets the next launch start as early as it has started.
-    if (order.allows < order.number - 1 && order.allows < order.begins_after)
-      order.allows = order.begins_after;
-    if (it.outcome.error == cudaSuccess && order.begins_after != 0 &&
-        order.deferred > order.begins_after)
-      it.outcome = {cudaErrorLaunchFailure, order.message};
+    if (order.allows < order.number - 1) order.allows = std::max(order.allows, order.begins_after);
     register_launch(order, false);
-    if (it.outcome.error == cudaSuccess && it.launch.is_early && !it.waited) {
+    if (it.outcome.error != cudaSuccess) return;
+    if (order.begins_after != 0 && order.deferred > order.begins_after)
+      it.outcome = {cudaErrorLaunchFailure, order.message};
+    else if (it.launch.is_early && !order.waited)
       it.outcome = {cudaErrorLaunchFailure,
                     "a kernel that is launched early ended, and none of its threads called "
                     "wait_for_previous(): the next kernel may start before the previous one has "
                     "ended"};
-    }
   }
 };
 
@@ -474,7 +448,7 @@ struct PreviousLaunch {
 struct HostThread {
   std::string error;
   bool queues = false;
-  std::vector<std::unique_ptr<PreviousLaunch>> launches;
+  std::vector<std::unique_ptr<QueuedLaunch>> launches;
   cudaError_t kept = cudaSuccess;  // of launches that returned none
   bool is_taken = false;
 
@@ -522,9 +496,8 @@ cudaError_t kept_error(Taking taking) {
 }
 
 // Runs `count` launches, all early except the first, starting with the last.
-inline const Outcome& run_overlapping(const std::unique_ptr<PreviousLaunch>* launches,
-                                      size_t count) {
-  for (size_t i = 1; i < count; ++i) launches[i]->launch.previous = launches[i - 1].get();
+inline const Outcome& run_overlapping(const std::unique_ptr<QueuedLaunch>* launches, size_t count) {
+  for (size_t i = 1; i < count; ++i) launches[i]->order.previous = launches[i - 1].get();
   for (size_t i = count; i-- > 0;) {
     if (launches[i]->run(/*on_own_thread=*/i + 1 < count).error != cudaSuccess) break;
   }
@@ -538,8 +511,13 @@ cudaError_t finish_launches(cudaError_t error) {
   const auto launches = std::move(host.launches);
   if (error != cudaSuccess) return error;
   const Call call(launches.size());
-  for (size_t i = 0; i < launches.size(); ++i)
-    launches[i]->begin(call.before, i, i > 0 ? launches[i - 1].get() : nullptr);
+  for (size_t i = 0; i < launches.size(); ++i) {
+    LaunchOrder& order = launches[i]->order;
+    order.number = call.before + 1 + static_cast<uint32_t>(i);
+    order.before_call = call.before;
+    if (i > 0) launches[i]->before = launches[i - 1].get();
+    register_launch(order, true);
+  }
   for (size_t first = 0, end; first < launches.size(); first = end) {
     end = first + 1;
     while (end < launches.size() && launches[end]->launch.is_early) ++end;
@@ -553,17 +531,12 @@ cudaError_t finish_launches(cudaError_t error) {
 }
 
 cudaError_t run_launch(const Launch& launch, void (*release)(const void* arguments)) {
-  auto one = std::make_unique<PreviousLaunch>(launch, release);
+  auto one = std::make_unique<QueuedLaunch>(launch, release);
   HostThread& host = HostThread::own();
-  if (host.queues) {
-    uint64_t workers;
-    const Outcome wrong = check(one->launch, workers);
-    if (wrong.error == cudaSuccess) host.launches.push_back(std::move(one));
-    return host.report(wrong);
-  }
-  const Call call(1);
-  one->begin(call.before, 0, nullptr);
-  return host.report(one->run(/*on_own_thread=*/false));
+  uint64_t workers;
+  const cudaError_t error = host.report(check(one->launch, workers));
+  if (error == cudaSuccess) host.launches.push_back(std::move(one));
+  return host.queues ? error : finish_launches(error);
 }
 
 cudaError_t run_queued() {
@@ -576,11 +549,11 @@ cudaError_t run_queued() {
 
 void wait_for_previous() {
   Block& block = *this_fiber().block;
-  if (block.launch->waited != nullptr)
-    __atomic_store_n(block.launch->waited, true, __ATOMIC_RELAXED);
-  if (PreviousLaunch* const previous = block.launch->previous) {
+  LaunchOrder& order = *block.launch->in_stream;
+  __atomic_store_n(&order.waited, true, __ATOMIC_RELAXED);
+  if (order.previous != nullptr) {
     const unsigned ticks = block.signals.ticks;  // without those of the other launch
-    const Outcome& outcome = previous->run(/*on_own_thread=*/true);
+    const Outcome& outcome = order.previous->run(/*on_own_thread=*/true);
     block.signals.ticks = ticks;
     if (outcome.error != cudaSuccess) fail(outcome.error, outcome.message);
   }
@@ -599,24 +572,25 @@ void note_event(const Launch& launch) {
 void end_if_hopeless(const Site& site, const void* code) {
   Block& block = *this_fiber().block;
   GridRun& run = *block.launch->run;
-  if (__atomic_load_n(&run.error, __ATOMIC_RELAXED) != cudaSuccess)
+  if (__atomic_load_n(&run.outcome.error, __ATOMIC_RELAXED) != cudaSuccess)
     fail(emulatorErrorCluster, "another block of the grid has failed");
   if (block.in_flight.rotations < 8 || !run.is_hopeless(block)) return;
   const uint64_t left = run.blocks - std::min<uint64_t>(run.next, run.blocks);
-  std::string what = site.name != nullptr ? to_string(site) : "a load";
-  if (site.name == nullptr) what += place(reinterpret_cast<uintptr_t>(code) - 1);
-  what += " is repeated for ever: ";
-  if (left == 0) {
-    what += "what it waits for is changed by none of the " + std::to_string(run.running) +
-            " running blocks, all of which wait";
-  } else {
-    what += "all " + std::to_string(run.running) + " running blocks wait, and the other " +
-            std::to_string(left) + " of the grid cannot start: a device of " +
-            std::to_string(Device::emulated().multiprocessors) +
-            " multiprocessors (ATTENTION_EMULATOR_MULTIPROCESSORS) has room for " +
-            std::to_string(run.most_resident) + " of these blocks at once";
-  }
-  fail(cudaErrorLaunchTimeout, what + waiting_threads(block));
+  const std::string where =
+      site.name != nullptr ? text(site) : "a load" + place(reinterpret_cast<uintptr_t>(code) - 1);
+  const uint64_t running = run.running;
+  const std::string why =
+      left == 0 ? format(
+                      "what it waits for is changed by none of the {} running blocks, all of "
+                      "which wait",
+                      running)
+                : format(
+                      "all {} running blocks wait, and the other {} of the grid cannot start: a "
+                      "device of {} multiprocessors (ATTENTION_EMULATOR_MULTIPROCESSORS) has "
+                      "room for {} of these blocks at once",
+                      running, left, Device::emulated().multiprocessors, run.most_resident);
+  fail(cudaErrorLaunchTimeout,
+       format("{} is repeated for ever: {}{}", where, why, waiting_threads(block)));
 }
 
 }  // namespace attention::emulator

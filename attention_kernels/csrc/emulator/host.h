@@ -12,10 +12,13 @@
 
 namespace attention::emulator {
 
+// Runs a launch at once, so that host code may free what the kernel uses; keeps its error.
+inline cudaError_t run_now(cudaError_t launch) {
+  return keep_error(launch == cudaSuccess ? run_queued() : launch);
+}
+
 // A launch by <<<grid, block, bytes, stream>>>, which ladder/ptx.py makes of
 //   kernel<<<...>>>(arguments)   by   kernel ->* LaunchSettings(...)(arguments)
-template <typename... Arguments>
-struct BoundLaunch;
 struct LaunchSettings {
   dim3 grid, block;
   size_t smem_bytes;
@@ -23,27 +26,21 @@ struct LaunchSettings {
   LaunchSettings(dim3 grid_, dim3 block_, size_t bytes = 0, cudaStream_t = nullptr)
       : grid(grid_), block(block_), smem_bytes(bytes) {}
   template <typename... Arguments>
-  BoundLaunch<Arguments...> operator()(Arguments... arguments) const {
-    return {*this, {arguments...}};
+  auto operator()(Arguments... arguments) const {
+    return std::pair{*this, std::tuple<Arguments...>(arguments...)};
   }
 };
 template <typename... Arguments>
-struct BoundLaunch {
-  LaunchSettings settings;
-  std::tuple<Arguments...> arguments;
-};
+using BoundLaunch = std::pair<LaunchSettings, std::tuple<Arguments...>>;
 
-// Launches at once, so that host code may free what the kernel uses.
 template <typename... Parameters, typename... Arguments>
 void operator->*(void (*kernel)(Parameters...), const BoundLaunch<Arguments...>& bound) {
   if (kept_error(kPeek) != cudaSuccess) return;  // later launches would drop its message
-  const auto [grid, block, smem_bytes] = bound.settings;
-  const cudaError_t error = std::apply(
-      [&, grid = grid, block = block, bytes = smem_bytes](const Arguments&... arguments) {
-        return launch_kernel(kernel, grid, block, bytes, nullptr, arguments...);
-      },
-      bound.arguments);
-  keep_error(error == cudaSuccess ? run_queued() : error);
+  const LaunchSettings& of = bound.first;
+  const auto launch = [&](const Arguments&... arguments) {
+    return launch_kernel(kernel, of.grid, of.block, of.smem_bytes, nullptr, arguments...);
+  };
+  run_now(std::apply(launch, bound.second));
 }
 
 // Of a template whose arguments are deduced: a lambda that calls it.
@@ -57,12 +54,8 @@ template <size_t... kPlaces, typename... Parameters>
 cudaError_t launch_at(std::index_sequence<kPlaces...>, bool is_at_once,
                       void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments,
                       size_t smem_bytes) {
-  const cudaError_t error = is_at_once
-                                ? launch_at_once(kernel, grid, 1, block, smem_bytes, nullptr,
-                                                 *static_cast<Parameters*>(arguments[kPlaces])...)
-                                : launch_kernel(kernel, grid, block, smem_bytes, nullptr,
-                                                *static_cast<Parameters*>(arguments[kPlaces])...);
-  return keep_error(error == cudaSuccess ? run_queued() : error);
+  return run_now(launch_any(false, is_at_once, kernel, grid, is_at_once, block, smem_bytes,
+                            *static_cast<Parameters*>(arguments[kPlaces])...));
 }
 
 }  // namespace attention::emulator
@@ -124,11 +117,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     is_early |= id == cudaLaunchAttributeProgrammaticStreamSerialization &&
                 value.programmaticStreamSerializationAllowed != 0;
   }
-  cudaError_t error =
+  const cudaError_t error =
       attention::launch_any(is_early, is_at_once, kernel, config->grid_, cluster, config->block_,
-                            config->dynamicSmemBytes, static_cast<Parameters>(arguments)...);
-  if (error == cudaSuccess && !is_early) error = attention::emulator::run_queued();
-  return attention::emulator::keep_error(error);
+                            config->dynamicSmemBytes, arguments...);
+  return is_early ? attention::emulator::keep_error(error) : attention::emulator::run_now(error);
 }
 
 // ---- Memory -------------------------------------------------------------------------------------
@@ -141,51 +133,39 @@ enum cudaMemcpyKind {
   cudaMemcpyDefault
 };
 
-// Uninitialized memory holds NaNs.
-template <typename T>
-cudaError_t cudaMalloc(T** memory, size_t bytes) {
+// Uninitialized memory holds NaNs. Streams and flags do not matter.
+template <typename T, typename... Ignored>
+cudaError_t cudaMalloc(T** memory, size_t bytes, Ignored...) {
   void* const found = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   *memory = static_cast<T*>(found);
   if (found == nullptr) return cudaErrorMemoryAllocation;
   std::memset(found, 0xff, bytes);
   return cudaSuccess;
 }
-template <typename T>
-cudaError_t cudaMallocAsync(T** memory, size_t bytes, cudaStream_t) {
-  return cudaMalloc(memory, bytes);
-}
-template <typename T>
-cudaError_t cudaMallocManaged(T** memory, size_t bytes, unsigned = 1) {
-  return cudaMalloc(memory, bytes);
-}
-template <typename T>
-cudaError_t cudaMallocHost(T** memory, size_t bytes) {
-  return cudaMalloc(memory, bytes);
-}
-inline cudaError_t cudaFree(void* memory) {
+inline cudaError_t cudaFree(void* memory, cudaStream_t = nullptr) {
   const cudaError_t error = attention::emulator::run_queued();
   std::free(memory);
   return error;
 }
-inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t) { return cudaFree(memory); }
-inline cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
-inline cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+inline cudaError_t cudaMemset(void* to, int value, size_t bytes, cudaStream_t = nullptr) {
   const cudaError_t error = attention::emulator::run_queued();
   std::memset(to, value, bytes);
   return error;
 }
-inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t = nullptr) {
-  return cudaMemset(to, value, bytes);
-}
-inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                              cudaStream_t = nullptr) {
   const cudaError_t error = attention::emulator::run_queued();
   std::memmove(to, from, bytes);
   return error;
 }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
-                                   cudaStream_t = nullptr) {
-  return cudaMemcpy(to, from, bytes, kind);
-}
+// Their streams and flags do not matter, either.
+#define cudaMallocAsync cudaMalloc
+#define cudaMallocManaged cudaMalloc
+#define cudaMallocHost cudaMalloc
+#define cudaFreeAsync cudaFree
+#define cudaFreeHost cudaFree
+#define cudaMemsetAsync cudaMemset
+#define cudaMemcpyAsync cudaMemcpy
 template <typename T>
 cudaError_t cudaMemcpyToSymbol(T& symbol, const void* from, size_t bytes, size_t offset = 0,
                                cudaMemcpyKind kind = cudaMemcpyHostToDevice) {
@@ -253,25 +233,21 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
 
 using cudaEvent_t = struct CUevent_st*;
 enum { cudaStreamDefault, cudaStreamNonBlocking, cudaEventDefault = 0, cudaEventDisableTiming = 2 };
-inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+inline cudaError_t cudaStreamCreate(cudaStream_t* stream, unsigned = 0) {
   *stream = nullptr;
   return cudaSuccess;
-}
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  return cudaStreamCreate(stream);
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned = 0) {
   return cudaSuccess;
 }
-inline cudaError_t cudaEventCreate(cudaEvent_t* event) {
+inline cudaError_t cudaEventCreate(cudaEvent_t* event, unsigned = 0) {
   *event = nullptr;
   return cudaSuccess;
 }
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  return cudaEventCreate(event);
-}
+#define cudaStreamCreateWithFlags cudaStreamCreate
+#define cudaEventCreateWithFlags cudaEventCreate
 inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t = nullptr) { return cudaSuccess; }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {

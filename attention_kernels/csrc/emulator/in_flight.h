@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 #include <vector>
 
 #include "shared_memory.h"
@@ -45,16 +46,15 @@ struct BulkCopy {
   size_t bytes;
   const void* barrier;
   Site site;
+  const void* code;  // the call's return address
   Box from{};
 };
 
-// A copy from shared memory, which has not been read yet.
-struct TileStore {
-  BulkCopy copy;  // with the box that is written, and the tile
+// A copy from shared memory that has not been read yet: `to` is the tile, `from` the box written.
+struct TileStore : BulkCopy {
   unsigned thread;
   unsigned group;
-  std::vector<unsigned char> bytes;  // of the tile when the copy began
-  const void* code;
+  std::vector<unsigned char> content;  // of the tile when the copy began
 };
 
 // One of the barriers with a number.
@@ -76,7 +76,8 @@ struct PendingCopy {
   unsigned char data[16];
 };
 
-// Registers that a thread has passed to multiply_fence(), and their content then.
+// Registers that a thread has passed to multiply_fence(), or sums of asm, and their content then, or
+// when they were complete.
 struct FencedRegisters {
   const void* registers;
   std::vector<unsigned char> content;
@@ -132,22 +133,16 @@ struct Product : ProductCall {
   Site site;
 };
 
-// What the warps of a warpgroup must agree on.
-struct IssuedProduct {
-  uint64_t a, b;
-  int line;
-};
-
 struct ProductsOfWarp {
   std::vector<Product> products;
-  std::vector<SumsInFlight> sums, complete;  // complete: those of asm, which may have changed since
-  unsigned group = 0;                        // the next one to be committed
-  size_t begun = 0;                          // products
+  std::vector<SumsInFlight> sums;
+  unsigned group = 0;  // the next one to be committed
+  size_t begun = 0;    // products
 };
 
 // Set by the recorder of accesses, which counts copies and products; else null. For a store, `to`
-// is the tile that it reads. `code` is the call's return address.
-inline void (*on_copy)(const BulkCopy& copy, bool is_store, const void* code) = nullptr;
+// is the tile that it reads.
+inline void (*on_copy)(const BulkCopy& copy, bool is_store) = nullptr;
 inline void (*on_product)(const Product& product, unsigned warp) = nullptr;
 
 struct InFlight {
@@ -159,9 +154,9 @@ struct InFlight {
   // Dynamic shared memory as asynchronous copies and products see it, from the first of them on.
   // What threads write appears here at a proxy_fence(), what copies write at once.
   std::vector<unsigned char> seen;
-  std::vector<ProductsOfWarp> products;            // by warp
-  std::vector<std::vector<IssuedProduct>> issued;  // by warpgroup
-  unsigned products_left = 0;
+  std::vector<ProductsOfWarp> products;  // by warp
+  // By warpgroup, what its warps must agree on: of each product A, B and the line.
+  std::vector<std::vector<std::tuple<uint64_t, uint64_t, int>>> issued;
   std::vector<unsigned> registers;  // by warp; empty before the first change
   unsigned free_registers = 0;
   unsigned idle = 0;               // failed waits since anything has happened

@@ -180,10 +180,10 @@ auto* at(const char* space, uint64_t address, ATTENTION_EMULATOR_SITE) {
 
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
-// Calls a function for numbers, or for both numbers of pairs.
+// Calls a function for numbers, those of 16 bits as float, or for both numbers of pairs.
 template <typename Function, typename T, typename... More>
 T each(Function function, T a, More... more) {
-  if constexpr (std::is_same_v<T, double>)
+  if constexpr (std::is_arithmetic_v<T>)
     return function(a, more...);
   else
     return T(function(float(a), float(more)...));
@@ -213,22 +213,16 @@ T apply(const char* name, T a) {
 
 template <typename T>
 T smaller(T a, T b) {
-  if constexpr (std::is_integral_v<T>) return min(a, b);
-  return each([](auto x, auto y) { return std::fmin(x, y); }, a, b);
+  return each([](auto x, auto y) { return min(x, y); }, a, b);
 }
 template <typename T>
 T larger(T a, T b) {
-  if constexpr (std::is_integral_v<T>) return max(a, b);
-  return each([](auto x, auto y) { return std::fmax(x, y); }, a, b);
+  return each([](auto x, auto y) { return max(x, y); }, a, b);
 }
 template <typename T>
 T fused(T a, T b, T c) {
-  if constexpr (std::is_floating_point_v<T>)
-    return std::fma(a, b, c);
-  else if constexpr (sizeof(T) == 2)
-    return __hfma(a, b, c);
-  else
-    return __hfma2(a, b, c);
+  using Exact = std::conditional_t<std::is_arithmetic_v<T>, T, double>;  // rounded once
+  return each([](Exact x, Exact y, Exact z) { return std::fma(x, y, z); }, a, b, c);
 }
 
 template <typename T>
@@ -318,20 +312,13 @@ To convert(const char* how, bool relu, const char* saturates, From from) {
                         : *how == 0 || how[1] == 'z' ? 0
                                                      : 0xfff + (word >> 13 & 1);
     return {(relu && word >> 31 ? 0 : word + up) & ~0x1fffu};
-  } else if constexpr (std::is_integral_v<To> && std::is_integral_v<From>) {
-    using Limits = std::numeric_limits<To>;
-    const __int128 x = from;
-    if (*saturates == 0) return static_cast<To>(from);
-    return x < Limits::min()   ? Limits::min()
-           : x > Limits::max() ? Limits::max()
-                               : static_cast<To>(x);
   } else if constexpr (std::is_integral_v<To>) {
+    if (std::is_integral_v<From> && *saturates == 0) return static_cast<To>(from);
+    using Number = std::conditional_t<std::is_integral_v<From>, __int128, double>;
+    const Number x = std::is_integral_v<From> ? Number(from) : Number(rounded(how, double(from)));
     using Limits = std::numeric_limits<To>;
-    const double x = rounded(how, from);
-    if (x != x) return 0;
-    return x <= double(Limits::min())   ? Limits::min()
-           : x >= double(Limits::max()) ? Limits::max()
-                                        : static_cast<To>(x);
+    const Number least = Limits::min(), most = Limits::max();
+    return x != x ? 0 : x <= least ? Limits::min() : x >= most ? Limits::max() : static_cast<To>(x);
   } else if constexpr (std::is_integral_v<From>) {
     return static_cast<To>(from);
   } else {

@@ -48,8 +48,8 @@ void lower_registers(ATTENTION_EMULATOR_SITE) {
 }
 
 // These work for a whole warp; defined in tensor_core.cpp.
-void multiply_half(const MatrixCalls& calls, const Site& site);
-void multiply_bfloat16(const MatrixCalls& calls, const Site& site);
+template <typename Format>
+void multiply_halves(const MatrixCalls& calls, const Site& site);
 void multiply_tf32(const MatrixCalls& calls, const Site& site);
 void move_elements(const MatrixCalls& calls, const Site& site);
 void check_row(const void* row, const Site& site);
@@ -58,7 +58,7 @@ template <bool kIsBfloat16>
 ATTENTION_EMULATOR_INLINE void mma(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2],
                                    ATTENTION_EMULATOR_SITE) {
   meet({nullptr, 0, 0, {sums, a, b, nullptr}}, {"mma", file, line},
-       kIsBfloat16 ? multiply_bfloat16 : multiply_half);
+       multiply_halves<std::conditional_t<kIsBfloat16, BFloat16Format, HalfFormat>>);
 }
 ATTENTION_EMULATOR_INLINE void mma_tf32(float (&sums)[4], const unsigned (&a)[4],
                                         const unsigned (&b)[2], ATTENTION_EMULATOR_SITE) {

@@ -26,18 +26,21 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 
 // Hides what these files define, but not what the headers above declare, from other libraries.
 #pragma GCC visibility push(hidden)
 
+// clang-format off: the others call races.cpp
+#include "races.cpp"
+// clang-format on
 #include "barrier.cpp"
 #include "block.cpp"
 #include "cluster.cpp"
 #include "faults.cpp"
 #include "grid.cpp"
 #include "pipeline.cpp"
-#include "races.cpp"
 #include "tensor_core.cpp"
 #include "tma.cpp"
 #include "wgmma.cpp"

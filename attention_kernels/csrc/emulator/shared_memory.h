@@ -39,6 +39,15 @@ constexpr size_t kSharedAlignment = 128;  // alignment of dynamic shared memory
 // the kernel read memory that nobody wrote, even if fmaxf() or a comparison swallows a NaN.
 constexpr uint32_t kPoison = 0x7ff47ff4;
 
+// Returns memory that is 0 and takes up none before it is used.
+template <typename T = unsigned char>
+T* reserve(size_t count, int protection = PROT_READ | PROT_WRITE) {
+  void* const memory = mmap(nullptr, count * sizeof(T), protection,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return static_cast<T*>(memory);
+}
+
 // The location of this library's code and thread-local storage. `__shared__` arrays are static
 // thread_local, and nothing else in a version's library is, so they make up that storage. The
 // storage of a program (a test's, say) also holds other variables, so it is left alone.
@@ -110,12 +119,8 @@ struct SharedMemory {
 
   // Makes room for a launch.
   void open(size_t bytes) {
-    if (memory == nullptr) {
-      void* const pages = mmap(nullptr, kSharedBytes + 2 * kGuardBytes, PROT_NONE,
-                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (pages == MAP_FAILED) throw std::bad_alloc();
-      memory = static_cast<unsigned char*>(pages) + kGuardBytes;
-    }
+    if (memory == nullptr)
+      memory = reserve(kSharedBytes + 2 * kGuardBytes, PROT_NONE) + kGuardBytes;
     const size_t page = sysconf(_SC_PAGESIZE);
     const size_t aligned = (bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
     const size_t needed = (kRedzone + aligned + page - 1) / page * page;
@@ -181,28 +186,17 @@ struct SharedMemory {
 
   // Returns whether an address is in or near dynamic shared memory.
   bool is_near(uintptr_t address) const {
-    return address - reinterpret_cast<uintptr_t>(memory) + kGuardBytes <
-           kSharedBytes + 2 * kGuardBytes;
+    return offset(address, memory) + kGuardBytes < kSharedBytes + 2 * kGuardBytes;
   }
 
   // Returns the first byte around dynamic shared memory that is no longer poison, or null.
   const unsigned char* overwritten([[maybe_unused]] uint32_t word) const {
 #ifndef ATTENTION_EMULATOR_ASAN
     const auto* const expected = reinterpret_cast<const unsigned char*>(&word);
-    const auto first_other = [&](const unsigned char* from, const unsigned char* end) {
-      // All of it is poison if the first word is and each byte equals the one 4 before it.
-      if (end - from > 4 && std::memcmp(from, expected, 4) == 0 &&
-          std::memcmp(from, from + 4, end - from - 4) == 0) {
-        return end;
-      }
-      while (from < end && *from == expected[(from - memory) % 4]) ++from;
-      return from;
-    };
-    const unsigned char* const before = first_other(memory, dynamic);
-    if (before != dynamic) return before;
-    const unsigned char* const end = memory + open_bytes;
-    const unsigned char* const after = first_other(dynamic + dynamic_bytes, end);
-    if (after != end) return after;
+    for (const unsigned char* at = memory; at < memory + open_bytes;) {
+      if (*at != expected[(at - memory) % 4]) return at;
+      if (++at == dynamic) at += dynamic_bytes;
+    }
 #endif
     return nullptr;
   }

@@ -96,19 +96,15 @@ void multiply_warp(const MatrixCalls& calls, int least, Values values) {
 }
 
 template <typename Format>
-void multiply_halves(const MatrixCalls& calls, int least) {
-  multiply_warp<16>(calls, least, [](unsigned word, float* values) {
+void multiply_halves(const MatrixCalls& calls, const Site&) {
+  multiply_warp<16>(calls, Format::kLeast, [](unsigned word, float* values) {
     values[0] = Format::decode(static_cast<uint16_t>(word));
     values[1] = Format::decode(static_cast<uint16_t>(word >> 16));
   });
 }
 
-void multiply_half(const MatrixCalls& calls, const Site&) {
-  multiply_halves<HalfFormat>(calls, -14);
-}
-void multiply_bfloat16(const MatrixCalls& calls, const Site&) {
-  multiply_halves<BFloat16Format>(calls, -126);
-}
+template void multiply_halves<HalfFormat>(const MatrixCalls&, const Site&);
+template void multiply_halves<BFloat16Format>(const MatrixCalls&, const Site&);
 void multiply_tf32(const MatrixCalls& calls, const Site&) {
   multiply_warp<8>(calls, -126,
                    [](unsigned word, float* value) { *value = bit_cast<float>(word & ~0x1fffu); });

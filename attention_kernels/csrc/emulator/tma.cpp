@@ -9,8 +9,7 @@ inline void check_multiple_of_16(const void* to, const void* from, unsigned byte
 }
 
 inline bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
-  const auto first = reinterpret_cast<uintptr_t>(a), second = reinterpret_cast<uintptr_t>(b);
-  return first < second + b_bytes && second < first + a_bytes;
+  return offset(a, b) < b_bytes || offset(b, a) < a_bytes;
 }
 
 // Returns what is shown of a byte of dynamic shared memory, or null: of static arrays it is not
@@ -29,7 +28,8 @@ inline unsigned char* shown(const void* memory) {
 void show(const void* from, size_t bytes) {
   if (unsigned char* const to = shown(from)) std::memcpy(to, from, bytes);
 }
-bool is_shown(const void* from, size_t bytes) {
+// Whether they see it.
+inline bool is_shown(const void* from, size_t bytes) {
   const unsigned char* const there = shown(from);
   return there == nullptr || std::memcmp(there, from, bytes) == 0;
 }
@@ -45,21 +45,21 @@ void global_proxy_fence() {
   if (Races* const races = this_fiber().block->races) races->global_proxy_fence();
 }
 
-void add_copy(const BulkCopy& copy, const void* code) {
+void add_copy(const BulkCopy& copy) {
   Block& block = *this_fiber().block;
   InFlight& in_flight = block.in_flight;
   for (const BulkCopy& other : in_flight.copies)
     if (overlap(copy.to, copy.bytes, other.to, other.bytes))
-      fail(copy.site, "the destination is still written by " + to_string(other.site));
+      fail(copy.site, format("the destination is still written by {}", other.site));
   for (const TileStore& store : in_flight.stores)
-    if (overlap(copy.to, copy.bytes, store.copy.to, store.copy.bytes))
-      fail(copy.site, "the destination is still read by " + to_string(store.copy.site));
+    if (overlap(copy.to, copy.bytes, store.to, store.bytes))
+      fail(copy.site, format("the destination is still read by {}", store.site));
   if (const Site* const product = product_that_reads(copy.to, copy.bytes))
-    fail(copy.site, "the destination is still read by " + to_string(*product));
+    fail(copy.site, format("the destination is still read by {}", *product));
   block.shared.fill(static_cast<unsigned char*>(copy.to), copy.bytes, block.launch->poison);
   show(copy.to, copy.bytes);
   in_flight.copies.push_back(copy);
-  if (on_copy != nullptr) on_copy(copy, /*is_store=*/false, code);
+  if (on_copy != nullptr) on_copy(copy, /*is_store=*/false);
 }
 
 // ---- Tensor maps --------------------------------------------------------------------------------
@@ -130,60 +130,55 @@ inline void check_tile(const TensorMap& map, const void* tile, const Site& site)
   check_shared(first, "the tile", site);
   check_shared(first + box_bytes(map) - 1, "the tile", site);
   if (reinterpret_cast<uintptr_t>(tile) % alignment != 0)
-    fail(site, "the tile is not at a multiple of " + std::to_string(alignment) + " bytes",
+    fail(site, format("the tile is not at a multiple of {} bytes", alignment),
          cudaErrorMisalignedAddress);
 }
 
 // ---- Loads --------------------------------------------------------------------------------------
 
-void begin_copy(const BulkCopy& copy, const void* code) {
+void begin_copy(const BulkCopy& copy) {
   check_use(static_cast<const Barrier*>(copy.barrier), copy.site);
   receive_messages();
   if (Races* const races = this_fiber().block->races) {
     for_each_row(copy.from, [&](size_t, const unsigned char* row, size_t, size_t bytes) {
-      if (bytes > 0) races->access(row, bytes, AccessKind::kFetch, code);
+      if (bytes > 0) races->access(row, bytes, AccessKind::kFetch, copy.code);
     });
-    races->access(copy.to, copy.bytes, AccessKind::kCopy, code);
+    races->access(copy.to, copy.bytes, AccessKind::kCopy, copy.code);
     races->release(copy.barrier);  // the copy's last action
   }
-  add_copy(copy, code);
+  add_copy(copy);
 }
 
 void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barrier, CachePolicy,
                const char* file, int line) {
   const Site site{"copy_bulk", file, line};
   check_multiple_of_16(to, from, bytes, site);
-  begin_copy({to, bytes, barrier, site, line_of(from, bytes)}, __builtin_return_address(0));
+  begin_copy({to, bytes, barrier, site, __builtin_return_address(0), line_of(from, bytes)});
 }
 
 void load_tile(void* to, const TensorMap& map, int c0, int c1, int c2, int c3, Barrier* barrier,
                const char* file, int line) {
   const Site site{"load_tile", file, line};
   check_tile(map, to, site);
-  begin_copy({to, box_bytes(map), barrier, site, {map, {c0, c1, c2, c3}}},
-             __builtin_return_address(0));
+  const void* const code = __builtin_return_address(0);
+  begin_copy({to, box_bytes(map), barrier, site, code, {map, {c0, c1, c2, c3}}});
 }
 
 void load_tile_to_blocks(unsigned blocks, void* to, const TensorMap& map, int c0, int c1, int c2,
                          int c3, Barrier* barrier, const char* file, int line) {
   const Site site{"load_tile_to_blocks", file, line};
-  const BulkCopy copy{to, box_bytes(map), barrier, site, {map, {c0, c1, c2, c3}}};
+  const void* const code = __builtin_return_address(0);
+  const BulkCopy copy{to, box_bytes(map), barrier, site, code, {map, {c0, c1, c2, c3}}};
   const Block& self = *this_fiber().block;
   const unsigned count = self.launch->blocks_of_cluster();
   if (blocks == 0 || blocks >> count != 0)
-    fail(site,
-         "the mask " + std::to_string(blocks) + " is not of blocks of a cluster of " +
-             std::to_string(count),
+    fail(site, format("the mask {} is not of blocks of a cluster of {}", blocks, count),
          cudaErrorIllegalInstruction);
   check_tile(map, to, site);
   check_shared(barrier, "the barrier", site);
   for (unsigned block = 0; block < count; ++block) {
     if ((blocks >> block & 1) == 0) continue;
-    if (block == rank_of(self)) {
-      begin_copy(copy, __builtin_return_address(0));
-    } else {
-      send(block, copy, __builtin_return_address(0));
-    }
+    block == rank_of(self) ? begin_copy(copy) : send(block, copy);
   }
 }
 
@@ -204,58 +199,59 @@ void fill_tile(const BulkCopy& copy) {
 
 // ---- Stores -------------------------------------------------------------------------------------
 
-inline void begin_store(const BulkCopy& copy, const void* code) {
+inline void begin_store(const BulkCopy& copy) {
   Block& block = *this_fiber().block;
   if (*std::min_element(copy.from.at, copy.from.at + 4) < 0)
     fail(copy.site, "a coordinate is negative", cudaErrorIllegalInstruction);
   const auto* const tile = static_cast<const unsigned char*>(copy.to);
-  if (block.races != nullptr) block.races->access(tile, copy.bytes, AccessKind::kFetch, code);
+  if (block.races != nullptr) block.races->access(tile, copy.bytes, AccessKind::kFetch, copy.code);
   check_visible(tile, copy.bytes, copy.site);
-  if (on_copy != nullptr) on_copy(copy, /*is_store=*/true, code);
+  if (on_copy != nullptr) on_copy(copy, /*is_store=*/true);
   block.in_flight.stores.push_back(
-      {copy, this_fiber().thread, block.own().store_group, {tile, tile + copy.bytes}, code});
+      {copy, this_fiber().thread, block.own().store_group, {tile, tile + copy.bytes}});
 }
 
 void store_tile(const TensorMap& map, int c0, int c1, int c2, int c3, const void* from,
                 const char* file, int line) {
   const Site site{"store_tile", file, line};
   check_tile(map, from, site);
-  begin_store({const_cast<void*>(from), box_bytes(map), nullptr, site, {map, {c0, c1, c2, c3}}},
-              __builtin_return_address(0));
+  const void* const code = __builtin_return_address(0);
+  begin_store(
+      {const_cast<void*>(from), box_bytes(map), nullptr, site, code, {map, {c0, c1, c2, c3}}});
 }
 
 void store_bulk(void* to, const void* from, unsigned bytes, const char* file, int line) {
   const Site site{"cp.async.bulk", file, line};
   check_multiple_of_16(to, from, bytes, site);
   check_shared(from, "the source", site);
-  begin_store({const_cast<void*>(from), bytes, nullptr, site, line_of(to, bytes)},
-              __builtin_return_address(0));
+  const void* const code = __builtin_return_address(0);
+  begin_store({const_cast<void*>(from), bytes, nullptr, site, code, line_of(to, bytes)});
 }
 
 void store_tiles_commit() { ++this_fiber().block->own().store_group; }
 
 inline void finish(const TileStore& store) {
-  if (std::memcmp(store.bytes.data(), store.copy.to, store.copy.bytes) != 0)
-    fail(store.copy.site, "the tile was changed before it had been read");
+  if (std::memcmp(store.content.data(), store.to, store.bytes) != 0)
+    fail(store.site, "the tile was changed before it had been read");
   Races* const races = this_fiber().block->races;
-  for_each_row(
-      store.copy.from, [&](size_t offset, const unsigned char* to, size_t skipped, size_t bytes) {
-        auto* const row = const_cast<unsigned char*>(to);
-        if (races != nullptr && bytes > 0) races->access(row, bytes, AccessKind::kCopy, store.code);
-        for (size_t i = 0; i < bytes; ++i)
-          row[i] = store.bytes[swizzled(offset + skipped + i, store.copy.from.map.swizzle)];
-      });
+  for_each_row(store.from,
+               [&](size_t offset, const unsigned char* to, size_t skipped, size_t bytes) {
+                 auto* const row = const_cast<unsigned char*>(to);
+                 if (races != nullptr && bytes > 0)
+                   races->access(row, bytes, AccessKind::kCopy, store.code);
+                 for (size_t i = 0; i < bytes; ++i)
+                   row[i] = store.content[swizzled(offset + skipped + i, store.from.map.swizzle)];
+               });
 }
 
 void finish_stores(unsigned groups) {
   const Fiber& self = this_fiber();
-  InFlight& in_flight = self.block->in_flight;
-  const auto is_due = [&](const TileStore& store) {
-    return store.thread == self.thread && store.group + groups < self.block->own().store_group;
-  };
-  for (const TileStore& store : in_flight.stores)
-    if (is_due(store)) finish(store);
-  erase_if(in_flight.stores, is_due);
+  erase_if(self.block->in_flight.stores, [&](const TileStore& store) {
+    if (store.thread != self.thread || store.group + groups >= self.block->own().store_group)
+      return false;
+    finish(store);
+    return true;
+  });
 }
 
 }  // namespace attention::ptx
@@ -265,15 +261,15 @@ namespace attention::emulator {
 std::string left_by(const InFlight& in_flight, unsigned thread, bool is_last) {
   for (const TileStore& store : in_flight.stores) {
     if (store.thread == thread)
-      return "the thread ends while " + to_string(store.copy.site) +
-             (store.group < in_flight.threads[thread].store_group ? " reads its tile"
-                                                                  : " is not in a group");
+      return format("the thread ends while {} {}", store.site,
+                    store.group < in_flight.threads[thread].store_group ? "reads its tile"
+                                                                        : "is not in a group");
   }
   const ProductsOfWarp& mine = in_flight.products[thread / kWarpSize];
   if (!mine.products.empty())
-    return "the thread ends before " + to_string(mine.products[0].site) + " is complete";
+    return format("the thread ends before {} is complete", mine.products[0].site);
   if (is_last && !in_flight.copies.empty())
-    return "the block ends before " + to_string(in_flight.copies[0].site) + " is complete";
+    return format("the block ends before {} is complete", in_flight.copies[0].site);
   return "";
 }
 

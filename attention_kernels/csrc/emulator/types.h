@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 
@@ -79,6 +80,21 @@ auto word_of() {
 }
 template <size_t kBytes>
 using Word = decltype(word_of<kBytes>());
+
+// The bytes from one address to another; more than anything has if the other comes first.
+inline size_t offset(uintptr_t at, const void* from) {
+  return at - reinterpret_cast<uintptr_t>(from);
+}
+inline size_t offset(const void* at, const void* from) {
+  return offset(reinterpret_cast<uintptr_t>(at), from);
+}
+
+// The blocks of a grid or the threads of a block, and the index of one by its number.
+constexpr uint64_t count_in(dim3 all) { return uint64_t{all.x} * all.y * all.z; }
+constexpr uint3 index_in(dim3 all, uint64_t number) {
+  return {static_cast<unsigned>(number % all.x), static_cast<unsigned>(number / all.x % all.y),
+          static_cast<unsigned>(number / all.x / all.y)};
+}
 
 // A line of a kernel's source at which a thread waits or fails.
 struct Site {

@@ -22,40 +22,40 @@ void check_visible(const unsigned char* bytes, size_t count, const Site& site) {
   const Block& block = *this_fiber().block;
   const int writer = block.races == nullptr ? -1 : block.races->unfenced_writer(bytes, count);
   if (writer >= 0 || !is_shown(bytes, count))
-    fail(site, "threads have written " +
-                   describe(block.shared, reinterpret_cast<uintptr_t>(bytes)) +
-                   " or near it, without a proxy_fence() after it");
+    fail(site, format("threads have written {} or near it, without a proxy_fence() after it",
+                      describe(block.shared, bytes)));
 }
 
 // ---- Registers ----------------------------------------------------------------------------------
 
+// They hold this content from now on.
+inline void remember(OfThread& thread, const void* registers, const void* content, size_t bytes) {
+  const auto is_it = [&](const FencedRegisters& fenced) { return fenced.registers == registers; };
+  erase_if(thread.fenced, is_it);
+  const auto* const first = static_cast<const unsigned char*>(content);
+  thread.fenced.push_back({registers, {first, first + bytes}});
+}
+
 void multiply_fence(Registers a, Registers b, Registers c, Registers d, const char* file,
                     int line) {
-  auto& mine = this_fiber().block->own().fenced;
-  for (const Registers& one : {a, b, c, d}) {
-    if (one.bytes == 0) continue;
-    erase_if(mine, [&](const FencedRegisters& fenced) { return fenced.registers == one.first; });
-    const auto* const bytes = static_cast<const unsigned char*>(one.first);
-    mine.push_back({bytes, {bytes, bytes + one.bytes}});
-  }
+  for (const Registers& one : {a, b, c, d})
+    if (one.bytes != 0) remember(this_fiber().block->own(), one.first, one.first, one.bytes);
   meet({}, {"multiply_fence", file, line});
 }
 
 // The registers may be accessed from now on.
-inline void forget_fence(unsigned thread, const float* registers) {
+inline void forget_fence(OfThread& thread, const float* registers) {
   const auto has = [&](const FencedRegisters& fenced) {
-    return reinterpret_cast<uintptr_t>(registers) - reinterpret_cast<uintptr_t>(fenced.registers) <
-           fenced.content.size();
+    return offset(registers, fenced.registers) < fenced.content.size();
   };
-  erase_if(this_fiber().block->in_flight.threads[thread].fenced, has);
+  erase_if(thread.fenced, has);
 }
 
-inline bool is_fenced(const void* registers, size_t bytes) {
+inline bool is_fenced(const void* registers, const void* content, size_t bytes) {
   for (const FencedRegisters& fenced : this_fiber().block->own().fenced) {
-    const size_t offset = static_cast<const unsigned char*>(registers) -
-                          static_cast<const unsigned char*>(fenced.registers);
-    if (offset < fenced.content.size() && bytes <= fenced.content.size() - offset &&
-        std::memcmp(registers, &fenced.content[offset], bytes) == 0)
+    const size_t first = offset(registers, fenced.registers), count = fenced.content.size();
+    if (first < count && bytes <= count - first &&
+        std::memcmp(content, &fenced.content[first], bytes) == 0)
       return true;
   }
   return false;
@@ -67,35 +67,22 @@ inline SumsInFlight* sums_in_flight(const float* variable, unsigned lane) {
   return nullptr;
 }
 
-// Whether no lane has written the sums since they were complete.
-inline bool has_same_values(const ProductCall& call, unsigned lane) {
-  for (const SumsInFlight& sums : products_of_warp().complete) {
-    if (sums.variables[lane] != call.sums || sums.count != unsigned(call.count)) continue;
-    for (unsigned i = 0; i < sums.count; ++i)
-      if (std::memcmp(call.each[i], &sums.values[lane * sums.count + i], sizeof(float)) != 0)
-        return false;
-    return true;
-  }
-  return false;
-}
-
 void fence_all() { this_fiber().block->own().lacks_fence = false; }
 
 inline void check_fenced(const ProductCall& call, const Site& site) {
-  const unsigned lane = this_fiber().thread % kWarpSize;
-  if (call.each != nullptr) {
-    if (sums_in_flight(call.sums, lane) == nullptr && !has_same_values(call, lane) &&
-        this_fiber().block->own().lacks_fence)
-      fail(site, "the sums have been accessed, and no wgmma.fence was executed since");
-    return;
-  }
-  const char* const text =
-      " have been accessed, and no multiply_fence() that takes them was called since";
-  if (sums_in_flight(call.sums, lane) == nullptr &&
-      !is_fenced(call.sums, call.count * sizeof(float)))
-    fail(site, std::string("the sums") + text);
-  if (call.a_registers != nullptr && !is_fenced(call.a_registers, 4 * sizeof(unsigned)))
-    fail(site, std::string("the registers of A") + text);
+  const bool is_asm = call.each != nullptr;
+  std::vector<float> sums;
+  for (int i = 0; i < call.count; ++i) sums.push_back(is_asm ? *call.each[i] : call.sums[i]);
+  const char* const missing =
+      is_asm ? " have been accessed, and no wgmma.fence was executed since"
+             : " have been accessed, and no multiply_fence() that takes them was called since";
+  if (sums_in_flight(call.sums, this_fiber().thread % kWarpSize) == nullptr &&
+      !(is_asm && !this_fiber().block->own().lacks_fence) &&
+      !is_fenced(call.sums, sums.data(), sums.size() * sizeof(float)))
+    fail(site, std::string("the sums") + missing);
+  if (!is_asm && call.a_registers != nullptr &&
+      !is_fenced(call.a_registers, call.a_registers, 4 * sizeof(unsigned)))
+    fail(site, std::string("the registers of A") + missing);
 }
 
 // ---- Operands -----------------------------------------------------------------------------------
@@ -110,12 +97,9 @@ struct Tile {
 
 inline Tile decode(uint64_t descriptor, bool is_transposed, unsigned rows, const Site& site) {
   const SharedMemory& shared = this_fiber().block->shared;
-  Tile tile{unsigned(descriptor & 0x3fff) << 4,
-            unsigned(descriptor >> 16 & 0x3fff) << 4,
-            unsigned(descriptor >> 32 & 0x3fff) << 4,
-            shared.first_address(false),
-            shared.dynamic,
-            shared.dynamic_bytes};
+  const auto field = [&](int at) { return unsigned(descriptor >> at & 0x3fff) << 4; };
+  const unsigned first_dynamic = shared.first_address(false);
+  Tile tile{field(0), field(16), field(32), first_dynamic, shared.dynamic, shared.dynamic_bytes};
   if (tile.start < tile.first) {
     tile.first = shared.first_address(true);
     tile.memory = shared.statics;
@@ -178,13 +162,12 @@ inline void gather(const Product& product, unsigned warp, std::vector<uint16_t>&
 }
 
 const Site* product_that_reads(const void* memory, size_t bytes) {
-  const auto first = reinterpret_cast<uintptr_t>(memory);
   const auto& all = this_fiber().block->in_flight.products;
   for (unsigned warp = 0; warp < all.size(); ++warp) {
     for (const Product& product : all[warp].products) {
       bool reads = false;
       for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
-        reads |= reinterpret_cast<uintptr_t>(at) - first < bytes;
+        reads |= offset(at, memory) < bytes;
       });
       if (reads) return &product.site;
     }
@@ -197,9 +180,10 @@ inline void check_operands(const Product& product, unsigned warp) {
   const auto& copies = this_fiber().block->in_flight.copies;
   for_each_chunk(product, warp, [&](const unsigned char* at, unsigned, unsigned, bool) {
     for (const BulkCopy& copy : copies) {
-      if (reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(copy.to) < copy.bytes)
-        fail(product.site, "an operand is still written by " + to_string(copy.site) +
-                               ": no thread has waited for its barrier");
+      if (offset(at, copy.to) < copy.bytes)
+        fail(product.site,
+             format("an operand is still written by {}: no thread has waited for its barrier",
+                    copy.site));
     }
     check_visible(at, 16, product.site);
   });
@@ -237,9 +221,9 @@ inline void check_warpgroup(const Product& product, unsigned warp) {
   InFlight& in_flight = this_fiber().block->in_flight;
   auto& issued = in_flight.issued[warp / 4];
   const size_t mine = products_of_warp().begun++;
-  if (mine == issued.size()) issued.push_back({product.a, product.b, product.site.line});
-  if (issued[mine].a != product.a || issued[mine].b != product.b ||
-      issued[mine].line != product.site.line)
+  const std::tuple operands(product.a, product.b, product.site.line);
+  if (mine == issued.size()) issued.push_back(operands);
+  if (issued[mine] != operands)
     fail(product.site, "the warps of the warpgroup multiply different operands");
 }
 
@@ -269,11 +253,9 @@ inline void begin_product(const MatrixCalls& calls, const Site& site) {
     mine.sums.push_back(take_sums(calls, call.count, site));
     sums = &mine.sums.back();
   } else if (sums->count != unsigned(call.count)) {
-    fail(site, "the sums have another shape than in " + to_string(sums->site) +
-                   ", which is not complete");
+    fail(site, format("the sums have another shape than in {}, which is not complete", sums->site));
   }
   ++sums->products;
-  ++block.in_flight.products_left;
   mine.products.push_back(std::move(product));
 }
 
@@ -289,12 +271,12 @@ void multiply_commit(const char* file, int line) {
 
 // Computes sums of the warp's rows.
 template <typename Format>
-void compute(const Product& product, SumsInFlight& sums, int least) {
+void compute(const Product& product, SumsInFlight& sums) {
   const Subnormals kept(false);
   const auto unpack = [&](unsigned row, Operands<kDepth>& to) {
     for (unsigned k = 0; k < kDepth; ++k) {
       to.values[k] = Format::decode(product.operands[row * kDepth + k]);
-      to.exponents[k] = exponent_of(to.values[k], least);
+      to.exponents[k] = exponent_of(to.values[k], Format::kLeast);
     }
   };
   Operands<kDepth> a[kRows], b;
@@ -321,42 +303,42 @@ inline void finish(const Product& product, unsigned warp) {
     });
   }
   SumsInFlight& sums = *sums_in_flight(product.sums, 0);
-  if (product.is_bfloat16) {
-    compute<BFloat16Format>(product, sums, -126);
-  } else {
-    compute<HalfFormat>(product, sums, -14);
-  }
+  product.is_bfloat16 ? compute<BFloat16Format>(product, sums) : compute<HalfFormat>(product, sums);
   --sums.products;
-  --block.in_flight.products_left;
   block.in_flight.progress();
 }
 
 inline bool has(const WaitCall& call, const float* variable) {
-  return std::any_of(call.sums, call.sums + 2, [&](const Registers& sums) {
-    return reinterpret_cast<uintptr_t>(variable) - reinterpret_cast<uintptr_t>(sums.first) <
-           sums.bytes;
-  });
+  const auto& [first, second] = call.sums;
+  return offset(variable, first.first) < first.bytes ||
+         offset(variable, second.first) < second.bytes;
 }
 
 // Gives complete sums to the threads' variables.
 inline void give(const SumsInFlight& sums, const MatrixCalls& calls, const Site& site) {
   const Fiber& self = this_fiber();
-  const std::string product = to_string(sums.site);
   if (!is_poisoned(sums))
-    fail(site, "the sums of " + product + " were written before they were complete");
+    fail(site, format("the sums of {} were written before they were complete", sums.site));
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     const auto& call = *static_cast<const WaitCall*>(calls[lane]->fragments[0]);
     if (!call.takes_all && !has(call, sums.variables[lane]))
-      fail(site, "the sums of " + product + " are complete, and it does not take them");
+      fail(site, format("the sums of {} are complete, and it does not take them", sums.site));
     for (unsigned i = 0; i < sums.count; ++i)
       sums.variable(lane, i) = sums.values[lane * sums.count + i];
-    forget_fence(self.thread / kWarpSize * kWarpSize + lane, sums.variables[lane]);
+    OfThread& thread = self.block->in_flight.threads[self.thread / kWarpSize * kWarpSize + lane];
+    if (sums.each.empty()) {
+      forget_fence(thread, sums.variables[lane]);
+    } else {
+      const float* const content = &sums.values[lane * sums.count];
+      remember(thread, sums.variables[lane], content, sums.count * sizeof(float));
+      thread.lacks_fence = true;
+    }
   }
 }
 
 inline void finish_products(const MatrixCalls& calls, const Site& site) {
   const Fiber& self = this_fiber();
-  const unsigned warp = self.thread / kWarpSize, first = warp * kWarpSize;
+  const unsigned warp = self.thread / kWarpSize;
   ProductsOfWarp& mine = products_of_warp();
   const auto is_due = [&](const Product& product) {
     return product.group + calls[0]->leading_dimension < mine.group;
@@ -364,26 +346,20 @@ inline void finish_products(const MatrixCalls& calls, const Site& site) {
   for (const Product& product : mine.products)
     if (is_due(product)) finish(product, warp);
   erase_if(mine.products, is_due);
-  for (const SumsInFlight& sums : mine.sums) {
-    if (sums.products != 0) continue;
-    give(sums, calls, site);
-    if (sums.each.empty()) continue;
-    const auto is_same = [&](const auto& one) { return one.variables[0] == sums.variables[0]; };
-    erase_if(mine.complete, is_same);
-    mine.complete.push_back(sums);
-    for (unsigned lane = 0; lane < kWarpSize; ++lane)
-      self.block->in_flight.threads[first + lane].lacks_fence = true;
-  }
+  for (const SumsInFlight& sums : mine.sums)
+    if (sums.products == 0) give(sums, calls, site);
   erase_if(mine.sums, [](const SumsInFlight& sums) { return sums.products == 0; });
-  if (self.block->races != nullptr) self.block->races->share(first);
+  if (self.block->races != nullptr) self.block->races->share(warp * kWarpSize);
 }
 
 void wait(int groups, const WaitCall& call, const Site& site) {
   meet({nullptr, static_cast<unsigned>(groups), 0, {&call}}, site, finish_products);
   for (const SumsInFlight& sums : products_of_warp().sums) {
     if (has(call, sums.variables[this_fiber().thread % kWarpSize]))
-      fail(site, "the sums of " + to_string(sums.site) +
-                     " are not complete: a product of them is in a later group, or in none");
+      fail(site,
+           format("the sums of {} are not complete: a product of them is in a later group, or "
+                  "in none",
+                  sums.site));
   }
 }
 

@@ -53,20 +53,19 @@ void multiply_wait(Registers a = {}, Registers b = {}, ATTENTION_EMULATOR_SITE) 
   wait(kGroups, {{a, b}}, {"multiply_wait", file, line});
 }
 
-template <bool kIsBfloat16, bool kTransposed = false, int kSums>
-__attribute__((noinline)) void multiply(float (&sums)[kSums], uint64_t a, uint64_t b,
+// a: a descriptor, or four registers.
+template <bool kIsBfloat16, bool kTransposed = false, int kSums, typename A>
+__attribute__((noinline)) void multiply(float (&sums)[kSums], const A& a, uint64_t b,
                                         bool accumulate = true, ATTENTION_EMULATOR_SITE) {
   static_assert(kSums == 16 || kSums == 32 || kSums == 64, "B has 32, 64 or 128 columns");
-  begin({sums, kSums, nullptr, a, b, kIsBfloat16, kTransposed, accumulate,
-         __builtin_return_address(0)},
-        {"multiply", file, line});
-}
-template <bool kIsBfloat16, bool kTransposed = false, int kSums>
-__attribute__((noinline)) void multiply(float (&sums)[kSums], const unsigned (&a)[4], uint64_t b,
-                                        bool accumulate = true, ATTENTION_EMULATOR_SITE) {
-  static_assert(kSums == 16 || kSums == 32 || kSums == 64, "B has 32, 64 or 128 columns");
-  begin({sums, kSums, a, 0, b, kIsBfloat16, kTransposed, accumulate, __builtin_return_address(0)},
-        {"multiply", file, line});
+  ProductCall call{sums,        kSums,      nullptr,
+                   0,           b,          kIsBfloat16,
+                   kTransposed, accumulate, __builtin_return_address(0)};
+  if constexpr (std::is_array_v<A>)
+    call.a_registers = a;
+  else
+    call.a = a;
+  begin(call, {"multiply", file, line});
 }
 
 }  // namespace attention::ptx

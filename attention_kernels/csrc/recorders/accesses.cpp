@@ -56,8 +56,9 @@ struct Range {
 
 // The addresses that the lanes of a warp access at once.
 struct Request {
-  uint64_t block = 0, cost = 0;
+  uint64_t block = 0;
   unsigned warp = 0;
+  uint64_t cost = 0;
   uint32_t lanes = 0;
   uintptr_t address[kWarpSize] = {};
 };
@@ -74,24 +75,21 @@ struct Place {
   uint64_t requests = 0, wavefronts = 0, conflicts = 0, ways = 0, sectors = 0, fewest_sectors = 0;
   Request costliest;
 
-  void count(Request request) {
+  // Counts a request, whose cost is what count_it() adds to wavefronts and sectors.
+  template <typename Count>
+  void count(Request request, Count count_it) {
     const uint64_t before = wavefronts + sectors;
-    count(request.address, request.lanes);
+    count_it();
     request.cost = wavefronts + sectors - before;
-    if (request.cost > costliest.cost) costliest = request;
+    if (++requests == 1 || request.cost > costliest.cost) costliest = request;
   }
 
   // Counts the accesses of some lanes at once. In one wavefront, shared memory delivers 4 bytes per
   // lane to a warp, 8 bytes to half a warp or 16 to a quarter. Two such groups share their
   // wavefronts if lanes i and i ^ 1 of both, or i and i ^ 2, want the same address. Lanes of a
   // group that want different words of one bank conflict: each such word takes another wavefront.
-  void count(const uintptr_t (&address)[kWarpSize], uint32_t lanes) {
-    ++requests;
-    if (!is_shared) {
-      sectors += units(address, lanes, kSectorBytes).size();
-      fewest_sectors += (units(address, lanes, 1).size() + kSectorBytes - 1) / kSectorBytes;
-      return;
-    }
+  void count_lanes(const uintptr_t (&address)[kWarpSize], uint32_t lanes) {
+    if (!is_shared) return count_sectors(ranges(address, lanes));
     const unsigned group = size <= 4 ? kWarpSize : std::max(1u, kWavefrontBytes / size);
     unsigned together = group;
     for (unsigned first = 0; first < kWarpSize; first += together) {
@@ -102,7 +100,7 @@ struct Place {
       const uint32_t delivered = lanes & lanes_from(first, together);
       if (delivered == 0) continue;
       unsigned in_bank[kBanks] = {};
-      for (const uintptr_t word : units(address, delivered, 4)) ++in_bank[word % kBanks];
+      for (const uintptr_t word : units(ranges(address, delivered), 4)) ++in_bank[word % kBanks];
       const uint64_t most = *std::max_element(std::begin(in_bank), std::end(in_bank));
       wavefronts += most;
       conflicts += most - 1;
@@ -110,37 +108,10 @@ struct Place {
     }
   }
 
-  // Counts the rows of global memory that a copy reads or writes.
-  void count_rows(const std::vector<Range>& rows) {
-    std::vector<uintptr_t> touched;
-    size_t bytes = 0;
-    for (const Range& row : rows) {
-      bytes += row.size;
-      for (uintptr_t at = row.begin / kSectorBytes; at <= (row.begin + row.size - 1) / kSectorBytes;
-           ++at)
-        touched.push_back(at);
-    }
-    std::sort(touched.begin(), touched.end());
-    sectors += std::unique(touched.begin(), touched.end()) - touched.begin();
-    fewest_sectors += (bytes + kSectorBytes - 1) / kSectorBytes;
-  }
-
-  // Counts what a copy or a product accesses in shared memory. There are no bank conflicts: a copy
-  // accesses rows of 128 bytes, in which a swizzle only permutes chunks, and a product, whose tiles
-  // have the 128-byte swizzle, 8 chunks of as many rows.
-  void count_tile(uintptr_t begin, size_t bytes) {
-    wavefronts += (begin + bytes - 1) / kWavefrontBytes - begin / kWavefrontBytes + 1;
-    ways = 1;
-  }
-
-  // Ends what is one request; `before` is the sum of wavefronts and sectors then.
-  void end_request(uint64_t before, uint64_t block, unsigned warp) {
-    ++requests;
-    Request request;
-    request.block = block;
-    request.warp = warp;
-    request.cost = wavefronts + sectors - before;
-    if (request.cost > costliest.cost || requests == 1) costliest = request;
+  // Counts the ranges of global memory that a request reads or writes.
+  void count_sectors(const std::vector<Range>& ranges) {
+    sectors += units(ranges, kSectorBytes).size();
+    fewest_sectors += (units(ranges, 1).size() + kSectorBytes - 1) / kSectorBytes;
   }
 
   static uint32_t lanes_from(unsigned first, unsigned count) {
@@ -158,14 +129,21 @@ struct Place {
     return true;
   }
 
-  // Returns the distinct units of `bytes` bytes that the lanes touch.
-  std::vector<uintptr_t> units(const uintptr_t* address, uint32_t lanes, uintptr_t bytes) const {
+  // Returns what the lanes access.
+  std::vector<Range> ranges(const uintptr_t (&address)[kWarpSize], uint32_t lanes) const {
+    std::vector<Range> found;
+    for (uint32_t rest = lanes; rest != 0; rest &= rest - 1)
+      found.push_back({address[__builtin_ctz(rest)], size});
+    return found;
+  }
+
+  // Returns the distinct units of `bytes` bytes in these ranges.
+  std::vector<uintptr_t> units(const std::vector<Range>& ranges, uintptr_t bytes) const {
     std::vector<uintptr_t> found;
-    for (; lanes != 0; lanes >>= 1, ++address) {
-      if ((lanes & 1) == 0) continue;
-      for (uintptr_t unit = *address / bytes; unit <= (*address + size - 1) / bytes; ++unit)
+    for (const Range& range : ranges)
+      for (uintptr_t unit = range.begin / bytes; unit <= (range.begin + range.size - 1) / bytes;
+           ++unit)
         found.push_back(unit);
-    }
     std::sort(found.begin(), found.end());
     // Atomics of several lanes on one word of shared memory are serialized.
     if (!is_shared || kind != Kind::kAtomic)
@@ -302,34 +280,35 @@ struct Recorder {
                            array)];
   }
 
-  void copy(const BulkCopy& copy, bool is_store, const void* code) {
+  // Counts what a copy or a product accesses in shared memory. There are no bank conflicts: a copy
+  // accesses rows of 128 bytes, in which a swizzle only permutes chunks, and a product, whose tiles
+  // have the 128-byte swizzle, 8 chunks of as many rows.
+  void count_tile(const void* code, size_t bytes, Kind kind, unsigned warp, uintptr_t begin) {
+    Place& place = place_of(code, bytes, true, kind, {0, 0, "dynamic"});
+    place.ways = 1;
+    place.count({block, warp}, [&] {
+      place.wavefronts += (begin + bytes - 1) / kWavefrontBytes - begin / kWavefrontBytes + 1;
+    });
+  }
+
+  void copy(const BulkCopy& copy, bool is_store) {
     const unsigned warp = thread()->thread / kWarpSize;
     const Kind kind = is_store ? Kind::kTmaStore : Kind::kTmaLoad;
     std::vector<Range> rows;
     ptx::for_each_row(copy.from, [&](size_t, const unsigned char* row, size_t, size_t bytes) {
       if (bytes > 0) rows.push_back({reinterpret_cast<uintptr_t>(row), bytes});
     });
-    const auto* const tensor = copy.from.map.tensor;
-    Place& global =
-        place_of(code, copy.bytes, false, kind, tensor_of(reinterpret_cast<uintptr_t>(tensor)));
-    const uint64_t sectors = global.sectors;
-    global.count_rows(rows);
-    global.end_request(sectors, block, warp);
-    Place& shared = place_of(code, copy.bytes, true, kind, {0, 0, "dynamic"});
-    const uint64_t wavefronts = shared.wavefronts;
-    shared.count_tile(reinterpret_cast<uintptr_t>(copy.to), copy.bytes);
-    shared.end_request(wavefronts, block, warp);
+    const Range tensor = tensor_of(reinterpret_cast<uintptr_t>(copy.from.map.tensor));
+    Place& global = place_of(copy.code, copy.bytes, false, kind, tensor);
+    global.count({block, warp}, [&] { global.count_sectors(rows); });
+    count_tile(copy.code, copy.bytes, kind, warp, reinterpret_cast<uintptr_t>(copy.to));
   }
 
   void product(const Product& product, unsigned warp) {
     thread();
     if (warp % 4 != 0) return;  // counted for the warpgroup
     const unsigned rows = product.columns + (product.a_registers != nullptr ? 0 : 4 * ptx::kRows);
-    Place& place = place_of(product.code, rows * ptx::kDepth * sizeof(uint16_t), true,
-                            Kind::kProduct, {0, 0, "dynamic"});
-    const uint64_t wavefronts = place.wavefronts;
-    place.count_tile(0, place.size);
-    place.end_request(wavefronts, block, warp);
+    count_tile(product.code, rows * ptx::kDepth * sizeof(uint16_t), Kind::kProduct, warp, 0);
   }
 
   // Called every 65,536 visits, even by a thread in an endless loop, so no signal is needed.
@@ -373,9 +352,7 @@ struct Recorder {
       }
       if (lowest == ~0u) return;
       Place& place = places[order[lowest]];
-      Request request;
-      request.block = block;
-      request.warp = first_thread / kWarpSize;
+      Request request{block, first_thread / kWarpSize};
       for (unsigned lane = 0; lane < kWarpSize; ++lane) {
         if (done[lane] == lanes[lane].size()) continue;
         const Step& step = lanes[lane][done[lane]];
@@ -384,7 +361,8 @@ struct Recorder {
         request.lanes |= 1u << lane;
         ++done[lane];
       }
-      if (place.size != 0) place.count(request);
+      if (place.size != 0)
+        place.count(request, [&] { place.count_lanes(request.address, request.lanes); });
     }
   }
 
@@ -416,23 +394,6 @@ struct Recorder {
 };
 
 Recorder recorder;
-
-// `__shared__` arrays are this program's thread-local storage; it has one OS thread.
-Range program_tls() {
-  Range found{};
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, size_t, void* data) {  // the program comes first
-        for (int i = 0; i < info->dlpi_phnum; ++i) {
-          if (info->dlpi_phdr[i].p_type != PT_TLS) continue;
-          size_t index[] = {info->dlpi_tls_modid, 0};
-          *static_cast<Range*>(data) = {reinterpret_cast<uintptr_t>(__tls_get_addr(index)),
-                                        info->dlpi_phdr[i].p_memsz, "static"};
-        }
-        return 1;
-      },
-      &found);
-  return found;
-}
 
 void* tensor(const char* name, size_t bytes) {
   void* const memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
@@ -484,10 +445,11 @@ int main(int, char** arguments) {
   const size_t element = std::strtoul(arguments[5], nullptr, 10);
   params.is_causal = std::atoi(arguments[6]) != 0;
   params.softmax_scale = 1.0;
-  recorder.static_shared = program_tls();
-  on_copy = [](const BulkCopy& copy, bool is_store, const void* code) {
-    recorder.copy(copy, is_store, code);
-  };
+  // `__shared__` arrays are this program's thread-local storage; it has one OS thread.
+  const Library& program = Library::instance();
+  recorder.static_shared = {reinterpret_cast<uintptr_t>(program.storage()), program.storage_bytes,
+                            "static"};
+  on_copy = [](const BulkCopy& copy, bool is_store) { recorder.copy(copy, is_store); };
   on_product = [](const Product& product, unsigned warp) { recorder.product(product, warp); };
 
   // Zeros; views of one fused qkv if the version reads strided inputs.

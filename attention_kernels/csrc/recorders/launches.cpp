@@ -7,26 +7,16 @@
 // nvcc lays them out. An argument --case=batch,seqlen,heads,causal sets the shape for the arguments
 // that follow.
 
-#define launch_kernel emulated_launch_kernel
-#define launch_early emulated_launch_early
-#define launch_at_once emulated_launch_at_once
-#define launch_any emulated_launch_any
-#include "common.cuh"
-#undef launch_kernel
-#undef launch_early
-#undef launch_at_once
-#undef launch_any
-
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <vector>
 
+#include "emulator/types.h"
 #include "recorders/channel.h"
 
 namespace attention {
@@ -40,9 +30,9 @@ void append(std::vector<unsigned char>& bytes, const Parameter& parameter) {
   bytes.insert(bytes.end(), first, first + sizeof(Parameter));
 }
 
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
-                          cudaStream_t, Arguments... arguments) {
+template <typename... Parameters>
+cudaError_t record_launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem_bytes,
+                          Parameters... parameters) {
   Dl_info info{};
   dladdr(reinterpret_cast<void*>(kernel), &info);
   const char* const name = info.dli_sname != nullptr ? info.dli_sname : "?";
@@ -51,32 +41,17 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
                block.x * block.y * block.z, smem_bytes, name, words != nullptr ? words : name,
                grid.x, grid.y, grid.z, block.x, block.y, block.z);
   std::vector<unsigned char> bytes;
-  (append(bytes, static_cast<Parameters>(arguments)), ...);
+  (append(bytes, parameters), ...);
   for (const unsigned char byte : bytes) std::fprintf(channel, "%02x", byte);
   std::fprintf(channel, "\n");
   std::free(words);
   return cudaSuccess;
 }
 
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int, dim3 block,
-                         size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
-  return launch_kernel(kernel, grid, block, smem_bytes, stream, arguments...);
-}
-
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_at_once(void (*kernel)(Parameters...), dim3 grid, int, dim3 block,
-                           size_t smem_bytes, cudaStream_t stream, Arguments... arguments) {
-  return launch_kernel(kernel, grid, block, smem_bytes, stream, arguments...);
-}
-
-template <typename Kernel, typename... Arguments>
-cudaError_t launch_any(bool, bool, Kernel* kernel, dim3 grid, int, dim3 block, size_t smem_bytes,
-                       Arguments... arguments) {
-  return launch_kernel(kernel, grid, block, smem_bytes, nullptr, arguments...);
-}
-
 }  // namespace attention
+
+#define ATTENTION_RECORDS_LAUNCHES
+#include "common.cuh"
 
 int main(int count, char** arguments) {
   int batch = 1, seqlen = 1024, num_heads = 1, is_causal = 1;

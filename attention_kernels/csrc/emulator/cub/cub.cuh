@@ -21,12 +21,7 @@ T undefined() {
   return value;
 }
 
-struct Sum {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return a + b;
-  }
-};
+using Sum = std::plus<>;
 using Max = cuda::maximum<>;
 using Min = cuda::minimum<>;
 

@@ -1,5 +1,1 @@
-// A kernel's `#include <cub/warp/warp_reduce.cuh>` finds this.
-
-#pragma once
-
 #include "../cub.cuh"
