@@ -16,7 +16,10 @@ from pathlib import Path
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import FIELDS, VersionHeader, calls_of
 
-NAMES = "B N H D q k v o qkv scale causal stream params zeros filled floats ints o_float cu_seqlens"
+NAMES = (
+    "B N H D q k v o qkv scale default_scale causal stream params zeros filled floats ints "
+    "o_float cu_seqlens"
+)
 SCRATCH = re.compile(r"\b(?:zeros|filled|floats|ints)\s*\(")
 
 

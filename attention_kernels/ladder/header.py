@@ -131,19 +131,12 @@ class VersionHeader:
         return {dtype: self.precision or PLAIN_PRECISIONS[dtype] for dtype in self.dtypes}
 
     def takes(self, **names: float) -> bool:
-        """Return whether Only holds, given B, N, H, D and causal; also if it is no such formula."""
-        words = {"&&": " and ", "||": " or ", "!": " not "}
-        text = re.sub(r"&&|\|\||!(?!=)", lambda found: words[found[0]], self.only or "1").strip()
-        try:
-            tree = ast.parse(text, mode="eval")
-            # The file is a stranger's, and this process may be the judge's.
-            nodes = [*ast.walk(tree)]
-            numbers = {type(node.value) for node in nodes if isinstance(node, ast.Constant)}
-            if numbers <= {int, float} and all(isinstance(node, _FORMULA) for node in nodes):
-                return bool(eval(compile(tree, "Only", "eval"), {"__builtins__": {}}, names))
-        except (SyntaxError, NameError, ArithmeticError, ValueError):
-            pass
-        return True
+        """Return whether Only holds, given B, N, H, D, causal and default_scale.
+
+        A part of it that is no such formula is taken to hold.
+        """
+        parts = (split(part, "&&") for part in split(self.only, "||"))
+        return any(all(_holds(one, names) for one in part) for part in parts)
 
     def compiles_for(self, arch: str) -> bool:
         """Return whether a compute capability, e.g. "75", has the instructions it needs."""
@@ -157,6 +150,22 @@ class VersionHeader:
         if len(self.dtypes) == 1:
             return [self]
         return [replace(self, op=f"{self.op}_{dtype}", dtypes=(dtype,)) for dtype in self.dtypes]
+
+
+def _holds(condition: str, names: Mapping[str, float]) -> bool:
+    """Return whether a condition in C++ holds; also if it consists of more than _FORMULA."""
+    words = {"&&": " and ", "||": " or ", "!": " not "}
+    text = re.sub(r"&&|\|\||!(?!=)", lambda found: words[found[0]], condition or "1").strip()
+    try:
+        tree = ast.parse(text, mode="eval")
+        # The file is a stranger's, and this process may be the judge's.
+        nodes = [*ast.walk(tree)]
+        numbers = {type(node.value) for node in nodes if isinstance(node, ast.Constant)}
+        if numbers <= {int, float} and all(isinstance(node, _FORMULA) for node in nodes):
+            return bool(eval(compile(tree, "Only", "eval"), {"__builtins__": {}}, {**names}))
+    except (SyntaxError, NameError, ArithmeticError, ValueError):
+        pass
+    return True
 
 
 def version_files(folder: Path) -> list[Path]:
@@ -293,12 +302,12 @@ def calls_of(entry: str) -> list[tuple[str, list[str], str]]:
 def split(text: str, separator: str) -> list[str]:
     """Split at a separator that is in no brackets."""
     parts, depth = [""], 0
-    for c in text:
-        depth += (c in "([{") - (c in ")]}")
-        if c == separator and depth == 0:
+    for token in re.findall(rf"{re.escape(separator)}|.", text, re.S):
+        depth += (token in "([{") - (token in ")]}")
+        if token == separator and depth == 0:
             parts.append("")
         else:
-            parts[-1] += c
+            parts[-1] += token
     return parts
 
 

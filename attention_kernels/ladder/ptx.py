@@ -23,14 +23,15 @@ from attention_kernels.ladder.header import CSRC
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*)*\(")
 # What needs a translation, or only inline_ptx.h, besides asm.
 FOREIGN = re.compile(
-    rb"\bextern\s+(?:(?:__align__|alignas)\s*\(\w+\)\s*)?__shared__\b|__shared__\s+alignas\b"
+    rb"\bextern\s+(?:(?:__align__|alignas)\s*\([^;{]+?\)\s*)?__shared__\b|__shared__\s+alignas\b"
     rb"|\bstatic\s+__shared__\b|\b__noinline__\b|<<<"
     rb"|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
 )
 ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
 # `static __shared__` is valid, too. Arrays are aligned, as kernels of other people rely on.
 STATIC = re.compile(r"\b(?:static\s+)?static thread_local\b(?=([^;(){}=]*\[)?)")
-_ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)\))\s*)?"
+_NUMBER = r"((?:[^()]|\([^()]*\))+)"
+_ALIGNED = rf"(?:(?:__attribute__\s*\(\(aligned\s*\({_NUMBER}\)\)\)|alignas\s*\({_NUMBER}\))\s*)?"
 DYNAMIC = re.compile(
     rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
 )

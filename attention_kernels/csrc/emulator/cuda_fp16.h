@@ -102,6 +102,9 @@ ATTENTION_EMULATOR_SCALAR(__nv_bfloat16, attention::emulator::BFloat16Format)
 #undef ATTENTION_EMULATOR_SCALAR
 using __half2 = attention::emulator::Float16x2<attention::emulator::HalfFormat>;
 using __nv_bfloat162 = attention::emulator::Float16x2<attention::emulator::BFloat16Format>;
+#define CUDART_ZERO_FP16 __half(0)
+#define CUDART_ONE_FP16 __half(1)
+#define CUDART_INF_FP16 __half(INFINITY)
 using half = __half;
 using half2 = __half2;
 using nv_bfloat16 = __nv_bfloat16;
@@ -204,6 +207,10 @@ ATTENTION_EMULATOR_UNARIES(htanh, h2tanh, std::tanh(x))
   template <typename Format>                                                 \
   Float16x2<Format> __h##name##2(Float16x2<Format> v, Float16x2<Format> w) { \
     return {float(__h##name(v.x, w.x)), float(__h##name(v.y, w.y))};         \
+  }                                                                          \
+  template <typename Format>                                                 \
+  bool __hb##name##2(Float16x2<Format> v, Float16x2<Format> w) {             \
+    return __h##name(v.x, w.x) && __h##name(v.y, w.y);                       \
   }
 ATTENTION_EMULATOR_COMPARISON(eq, a == b)
 ATTENTION_EMULATOR_COMPARISON(ne, a<b || a> b)
@@ -215,6 +222,15 @@ ATTENTION_EMULATOR_COMPARISON(ge, a >= b)
 template <typename Format>
 bool __hisnan(Float16<Format> v) {
   return std::isnan(float(v));
+}
+
+template <typename Format>
+int __hisinf(Float16<Format> v) {
+  return std::isinf(float(v)) ? float(v) > 0 ? 1 : -1 : 0;
+}
+template <typename Format>
+Float16x2<Format> __lowhigh2highlow(Float16x2<Format> v) {
+  return {v.y, v.x};
 }
 
 template <typename Format>

@@ -162,6 +162,11 @@ template <typename T>
 cudaError_t cudaMallocHost(T** memory, size_t bytes) {
   return cudaMalloc(memory, bytes);
 }
+enum { cudaHostAllocDefault, cudaHostAllocPortable, cudaHostAllocMapped };
+template <typename T>
+cudaError_t cudaHostAlloc(T** memory, size_t bytes, unsigned) {
+  return cudaMalloc(memory, bytes);
+}
 inline cudaError_t cudaFree(void* memory) {
   const cudaError_t error = attention::emulator::run_queued();
   std::free(memory);
@@ -191,6 +196,22 @@ cudaError_t cudaMemcpyToSymbol(T& symbol, const void* from, size_t bytes, size_t
                                cudaMemcpyKind kind = cudaMemcpyHostToDevice) {
   return cudaMemcpy(reinterpret_cast<unsigned char*>(&symbol) + offset, from, bytes, kind);
 }
+template <typename T>
+cudaError_t cudaMemcpyFromSymbol(void* to, const T& symbol, size_t bytes, size_t offset = 0,
+                                 cudaMemcpyKind kind = cudaMemcpyDeviceToHost) {
+  return cudaMemcpy(to, reinterpret_cast<const unsigned char*>(&symbol) + offset, bytes, kind);
+}
+inline cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                                size_t width, size_t height, cudaMemcpyKind kind) {
+  for (size_t row = 0; row < height; ++row)
+    cudaMemcpy(static_cast<unsigned char*>(to) + row * to_pitch,
+               static_cast<const unsigned char*>(from) + row * from_pitch, width, kind);
+  return attention::emulator::run_queued();
+}
+template <typename... Where>
+cudaError_t cudaMemPrefetchAsync(const void*, size_t, Where...) {
+  return cudaSuccess;
+}
 
 // ---- The device ---------------------------------------------------------------------------------
 
@@ -199,6 +220,8 @@ struct cudaDeviceProp {
   size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
   int major, minor, multiProcessorCount, warpSize, maxThreadsPerBlock, maxThreadsPerMultiProcessor;
   int regsPerBlock, regsPerMultiprocessor, l2CacheSize, maxThreadsDim[3], maxGridSize[3];
+  int maxBlocksPerMultiProcessor, concurrentKernels, clockRate, memoryClockRate, memoryBusWidth;
+  size_t totalConstMem;
 };
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
   const attention::emulator::Device device = attention::emulator::Device::emulated();
@@ -208,6 +231,9 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
   found->multiProcessorCount = device.multiprocessors, found->warpSize = 32;
   found->maxThreadsPerBlock = found->maxThreadsPerMultiProcessor = 1024;
   found->regsPerBlock = found->regsPerMultiprocessor = 65536, found->l2CacheSize = 1 << 25;
+  found->maxBlocksPerMultiProcessor = 32, found->concurrentKernels = 1;
+  found->clockRate = found->memoryClockRate = found->memoryBusWidth = 1;  // nobody times this
+  found->totalConstMem = 65536;
   for (int i = 0; i < 3; ++i) {
     found->maxThreadsDim[i] = i < 2 ? 1024 : 64;
     found->maxGridSize[i] = i < 1 ? 0x7fffffff : 65535;
@@ -240,7 +266,20 @@ cudaError_t cudaOccupancyMaxPotentialBlockSize(int* blocks, int* threads, Functi
   return cudaSuccess;
 }
 
+inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *free = *total = size_t{1} << 34;
+  return cudaSuccess;
+}
+inline cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = 12000;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int* version) { return cudaRuntimeGetVersion(version); }
+enum cudaLimit { cudaLimitStackSize, cudaLimitPrintfFifoSize, cudaLimitMallocHeapSize };
+inline cudaError_t cudaDeviceSetLimit(cudaLimit, size_t) { return cudaSuccess; }
+
 inline cudaError_t cudaDeviceSynchronize() { return attention::emulator::run_queued(); }
+inline cudaError_t cudaDeviceReset() { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaSetDevice(int device) {
   return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
 }
@@ -260,8 +299,12 @@ inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   return cudaStreamCreate(stream);
 }
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  return cudaStreamCreate(stream);
+}
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
+inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned = 0) {
   return cudaSuccess;
 }
@@ -274,6 +317,7 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t = nullptr) { return cudaSuccess; }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaDeviceSynchronize(); }
+inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
   *ms = 1;  // nobody times the emulator
   return cudaSuccess;

@@ -529,7 +529,8 @@ CALLS = [
     "__ldca(memory) == __ldcv(memory) && __ldlu(memory) == *memory",
     "float(__hdiv(h, h)) == 1 && __low2float(__h2div(p, p)) == 1",
     "__low2float(__heq2(p, p)) == 1 && __high2float(__hlt2(p, p)) == 0",
-    "__half_as_short(h) == 0x3e00",
+    "__half_as_short(h) == 0x3e00 && __hbgt2(p + p, p) && !__hbeq2(p, p + p)",
+    "__hisinf(-CUDART_INF_FP16) == -1 && __low2float(__lowhigh2highlow(p)) == __high2float(p)",
     "__half2int_rz(h) == 1 && __uint2half_rn(3) == 3 && __short_as_half(0x3e00) == 1.5f",
     "__half(__half_raw(h)) == h && (p += p, __high2float(p) == 4)",
     "cub::Max()(1, 2) == cuda::maximum<>{}(1, 2)",
@@ -550,7 +551,8 @@ template <typename T> __device__ __noinline__ T block_sum(T x) {
 
 def test_functions_that_other_peoples_kernels_call(tmp_path):
     names = ("math_constants.h", "float.h", "cooperative_groups.h", "cub/cub.cuh")
-    names += ("cuda/std/limits", "cublas_v2.h", "cuda_runtime_api.h", "cudaTypedefs.h")
+    names += ("cuda/std/limits", "cublasLt.h", "cuda_runtime_api.h", "cudaTypedefs.h")
+    names += ("driver_types.h", "cuda_fp8.h", "cuda_profiler_api.h")
     body = """
   const __half h = 1.5f;
   __half2 p(h, __float2half(2));
