@@ -184,7 +184,8 @@ def fitted(case: Case, spec: BackendSpec) -> Case:
         batch, heads = new.batch, new.num_heads
         batch, heads = (batch, heads) if new.group == 1 else (batch * heads, new.group)
         names = {"B": batch, "N": seqlen, "H": heads, "D": case.head_dim, "causal": is_causal}
-        if spec.version.takes(**names, default_scale=softmax_scale is None):
+        scale = case.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        if spec.version.takes(**names, scale=scale, default_scale=softmax_scale is None):
             return new
     return case
 

@@ -493,7 +493,7 @@ COPIED = """
   __syncwarp();
   uint64_t token;
   if (lane == 0) {
-    cde::cp_async_bulk_tensor_2d_global_to_shared(tile, &map, 0, 1, bar);
+    cde::cp_async_bulk_tensor_5d_global_to_shared(tile, &map, 0, 0, 0, 1, 0, bar);
     token = cuda::device::barrier_arrive_tx(bar, 1, sizeof(tile));
   } else {
     token = bar.arrive();
@@ -510,9 +510,9 @@ COPIED = """
 """
 MAP = """
   CUtensorMap map;
-  const cuuint64_t sizes[] = {32, 2}, strides[] = {128};
-  const cuuint32_t box[] = {32, 1}, steps[] = {1, 1};
-  cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<void*>(p.q), sizes,
+  const cuuint64_t sizes[] = {32, 1, 1, 2, 1}, strides[] = {128, 128, 128, 256};
+  const cuuint32_t box[] = {32, 1, 1, 1, 1}, steps[] = {1, 1, 1, 1, 1};
+  cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, const_cast<void*>(p.q), sizes,
                          strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                          CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
