@@ -52,13 +52,14 @@ UNTYPED = re.compile(
 )
 # A function with the name of our namespace gets another one.
 NAMESAKE = re.compile(r"(?<![:\w])(?<!namespace )attention\b(?!\s*::)")
-# A member of cudaLaunchConfig_t named gridDim or blockDim, a macro.
-MEMBER = re.compile(
-    r"(\.|->)\s*\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)"
-)
+# gridDim or blockDim, macros, also as a member of cudaLaunchConfig_t and as a host variable's name.
+DIMENSION = re.compile(r"\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)")
+MEMBER = re.compile(rf"(\.|->)\s*{DIMENSION.pattern}")
+DECLARED = re.compile(rf"(?<=\w)(?<!\breturn)(?<!\belse)(?<!\bcase)\s+{DIMENSION.pattern}")
 MARKER = re.compile(r'^# (\d+) "([^"\n]*)"((?: \d)*)\n', re.M)
 STRING = re.compile(r'R"(\w*)\((?s:(.*?))\)\1"|("(?:\\.|[^"\\])*")')
 TOKEN = re.compile(STRING.pattern + r"|'(?:\\.|[^'\\])*'|[][(){}:,]")
+SCOPE = re.compile(TOKEN.pattern.replace("{}", "{};"))
 STATEMENT = re.compile(r"\s*(?:([{}])|([\w$%]+)\s*:(?!:)|([^;]+);|(\S))")
 GUARDED = re.compile(r"(?:@(!?)([\w$%]+)\s+)?(\S+)\s*(.*)", re.S)
 OPERAND = re.compile(r"([\[{]?)(\w)[]}]?\|?(\w?)(\??)(?::([^=\s]+))?(?:=(\S+))?")
@@ -166,7 +167,7 @@ def translate(text: str, own: Path) -> str:
     text = STATIC.sub(_static, ALIGNED.sub(r"\1 static thread_local", text))
     text = NOINLINE.sub("__attribute__((noinline))", text)
     text = UNTYPED.sub(r"\1", text)
-    text = MEMBER.sub(r"\1\2_", text)
+    text = _with_variables(MEMBER.sub(r"\1\2_", text))
     if re.search(rf"{NAMESAKE.pattern}\s*[(<]", text):
         pattern = re.compile(rf"^# .*|{STRING.pattern}|{NAMESAKE.pattern}", re.M)
         text = pattern.sub(lambda m: m[0] + "_" * (m[0] == "attention"), text)
@@ -197,6 +198,22 @@ def _is_deduced(text: str, name: str, given: str) -> bool:
         len([one for one in found[1].split(",") if "=" not in one and "..." not in one]) > count
         for found in re.finditer(pattern, text)
     )
+
+
+def _with_variables(text: str) -> str:
+    """Rename gridDim and blockDim wherever host code has a variable or parameter of such a name."""
+    at = 0
+    while found := DECLARED.search(text, at):
+        depth, is_parameter, at, end = 0, False, found.start(), len(text)
+        for token in SCOPE.finditer(text, found.end()):
+            depth += (token[0] in ("(", "[", "{")) - (token[0] in (")", "]", "}"))
+            if depth < 0 and token[0] == ")":
+                depth, is_parameter = 0, True
+            elif depth < 0 or (is_parameter and depth == 0 and token[0] in (";", "}")):
+                end = token.start()
+                break
+        text = text[:at] + DIMENSION.sub(r"\1_", text[at:end]) + text[end:]
+    return text
 
 
 def _is_code(text: str, at: int, own: Path) -> bool:

@@ -44,8 +44,8 @@ ATTENTION_EMULATOR_INLINE void load_tile(void* to, const TensorMap& map, int c0,
   load_tile(to, map, {c0, c1, c2, c3}, barrier, file, line);
 }
 ATTENTION_EMULATOR_INLINE void load_tile_to_blocks(unsigned blocks, void* to, const TensorMap& map,
-                                                   int c0, int c1, int c2, int c3,
-                                                   Barrier* barrier, ATTENTION_EMULATOR_SITE) {
+                                                   int c0, int c1, int c2, int c3, Barrier* barrier,
+                                                   ATTENTION_EMULATOR_SITE) {
   load_tile_to_blocks(blocks, to, map, {c0, c1, c2, c3}, barrier, file, line);
 }
 ATTENTION_EMULATOR_INLINE void store_tile(const TensorMap& map, int c0, int c1, int c2, int c3,

@@ -164,6 +164,9 @@ __global__ void sync_all(float* o, float x) {
   shared[threadIdx.x] = make_float4(x, x, x, x);
   if (blockIdx.x == 0) atomicAdd(&o[threadIdx.x], shared[threadIdx.x].w);
 }
+void half_of(float* o, const dim3 gridDim, int blockDim);
+__global__ void halve(float* o) { o[blockIdx.x * blockDim.x + threadIdx.x] /= 2; }
+void half_of(float* o, const dim3 gridDim, int blockDim) { halve<<<gridDim, blockDim>>>(o); }
 void host(float* o, int mode, cudaStream_t stream) {
   puts("kernel<<<1, 2>>>(text)");
   cudaMemsetAsync(o, 0, 128, stream);
@@ -183,6 +186,8 @@ void host(float* o, int mode, cudaStream_t stream) {
   config.blockDim.x = 32;
   if (mode == 1) config.blockDim = dim3(33 * 32);
   cudaError_t error = cudaLaunchKernelEx(&config, add<1, true>, o, 10.0f);
+  dim3 gridDim(1), blockDim(32);
+  half_of(o, gridDim, blockDim.x);
   if (mode == 2) add<1, true><<<1, 2000>>>(o, 1);
   if (mode == 3) add<1, true><<<1, 32>>>(nullptr, 1), cudaGetLastError();
   if (error == cudaSuccess) cudaDeviceSynchronize();
@@ -199,7 +204,7 @@ def test_host_code_launches_and_asks(tmp_path, adapted):
         q = torch.zeros(1, 1, 1, 32)
         return spec.attention(q, q, q, is_causal=True)
 
-    assert first(0).unique().tolist() == [1 + 4 + 3 + 10]
+    assert first(0).unique().tolist() == [(1 + 4 + 3 + 10) / 2]
     for mode, words in ((1, "InvalidConfiguration"), (2, "InvalidConfiguration")):
         with pytest.raises(UnsupportedError, match=words):
             first(mode)
