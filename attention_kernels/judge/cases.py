@@ -170,22 +170,21 @@ def fitted(case: Case, spec: BackendSpec) -> Case:
     """
     if spec.version is None or not spec.version.only:
         return case
+    smaller: list[dict[str, Any]] = [{}, {"batch": 1}, {"batch": 1, "num_heads": 1, "group": 1}]
     lengths = [-(-case.seqlen // tile) * tile for tile in (1, 16, 32, 64, 128, 256)]
-    for changed in itertools.product(
+    for is_causal, softmax_scale, sizes, seqlen in itertools.product(
         (case.is_causal, not case.is_causal),
         (case.softmax_scale, None),
-        ({}, {"batch": 1}, {"batch": 1, "num_heads": 1, "group": 1}),
+        smaller,
         (*lengths, *(2**n for n in range(4, 11))),
     ):
-        is_causal, softmax_scale, sizes, seqlen = changed
-        shape = {"seqlen": seqlen, "is_causal": is_causal, "softmax_scale": softmax_scale}
-        new = dataclasses.replace(case, **shape, **sizes)
+        new = dataclasses.replace(case, seqlen=seqlen, is_causal=is_causal)
+        new = dataclasses.replace(new, softmax_scale=softmax_scale, **sizes)
         # Grouped queries reach a version file as more batch entries: see ladder.op.
         batch, heads = new.batch, new.num_heads
         batch, heads = (batch, heads) if new.group == 1 else (batch * heads, new.group)
         names = {"B": batch, "N": seqlen, "H": heads, "D": case.head_dim, "causal": is_causal}
-        scale = case.head_dim**-0.5 if softmax_scale is None else softmax_scale
-        if spec.version.takes(**names, scale=scale, default_scale=softmax_scale is None):
+        if spec.version.takes(**names, default_scale=softmax_scale is None):
             return new
     return case
 

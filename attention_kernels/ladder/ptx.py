@@ -50,8 +50,8 @@ UNTYPED = re.compile(
     r"\b(cudaLaunch(?:Cooperative)?Kernel\s*\(\s*)"
     rf"(?:\(\s*{_VOID}\)|(?:reinterpret|static)_cast\s*<\s*{_VOID}>)"
 )
-# A function with the name of our namespace gets another one.
-NAMESAKE = re.compile(r"(?<![:\w])(?<!namespace )attention\b(?!\s*::)")
+# Between the pragmas of an entry's source, what has the name of our namespace gets another one.
+THEIRS = re.compile(r"^#pragma attention\n(.*?)^#pragma attention end\n", re.M | re.S)
 # gridDim or blockDim, macros, also as a member of cudaLaunchConfig_t and as a host variable's name.
 DIMENSION = re.compile(r"\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)")
 MEMBER = re.compile(rf"(\.|->)\s*{DIMENSION.pattern}")
@@ -59,6 +59,7 @@ DECLARED = re.compile(rf"(?<=\w)(?<!\breturn)(?<!\belse)(?<!\bcase)\s+{DIMENSION
 MARKER = re.compile(r'^# (\d+) "([^"\n]*)"((?: \d)*)\n', re.M)
 STRING = re.compile(r'R"(\w*)\((?s:(.*?))\)\1"|("(?:\\.|[^"\\])*")')
 TOKEN = re.compile(STRING.pattern + r"|'(?:\\.|[^'\\])*'|[][(){}:,]")
+NAMESAKE = re.compile(rf"^# .*|{STRING.pattern}|\battention\b(?!::(?:emulator|ptx)\b)", re.M)
 SCOPE = re.compile(TOKEN.pattern.replace("{}", "{};"))
 STATEMENT = re.compile(r"\s*(?:([{}])|([\w$%]+)\s*:(?!:)|([^;]+);|(\S))")
 GUARDED = re.compile(r"(?:@(!?)([\w$%]+)\s+)?(\S+)\s*(.*)", re.S)
@@ -147,6 +148,7 @@ def translate(text: str, own: Path) -> str:
                 f"{Path(marker[2]).name}:{_line(marker, found)}: error: the CPU emulator does not "
                 "take __cluster_dims__; it takes the size of clusters from cudaLaunchKernelEx()"
             )
+    text = THEIRS.sub(lambda theirs: NAMESAKE.sub(_renamed, theirs[1]), text)
     parts, end = [], 0
     for number, found in enumerate(ASM.finditer(text)):
         marker = _marker(text, found.start(), own)
@@ -168,10 +170,6 @@ def translate(text: str, own: Path) -> str:
     text = NOINLINE.sub("__attribute__((noinline))", text)
     text = UNTYPED.sub(r"\1", text)
     text = _with_variables(MEMBER.sub(r"\1\2_", text))
-    if re.search(rf"{NAMESAKE.pattern}\s*[(<]", text):
-        pattern = re.compile(rf"^# .*|{STRING.pattern}|{NAMESAKE.pattern}", re.M)
-        text = pattern.sub(lambda m: m[0] + "_" * (m[0] == "attention"), text)
-
     parts, end = [], 0
     for found in LAUNCH.finditer(text):
         if not _is_code(text, found.start(), own):
@@ -235,6 +233,10 @@ def _line(marker: re.Match[str], found: re.Match[str]) -> int:
     return int(marker[1]) + found.string.count("\n", marker.end(), found.start())
 
 
+def _renamed(found: re.Match[str]) -> str:
+    return found[0] + "_" * (found[0] == "attention")
+
+
 def _static(found: re.Match[str]) -> str:
     return f"static thread_local{' __attribute__((aligned(32)))' * bool(found[1])}"
 
@@ -244,7 +246,10 @@ def _pointer(found: re.Match[str]) -> str:
     *alignments, kind, name = found.groups()
     alignment = next(filter(None, alignments), "128")
     memory = f"::attention::emulator::this_fiber().block->shared.align({alignment})"
-    return f"{kind}* const {name} = reinterpret_cast<{kind}*>({memory});"
+    outside = f'{NAMESPACE}same(__func__, "top level")'
+    reason = "the CPU emulator takes extern __shared__ in functions only"
+    check = f'static_assert(!{outside}, "{reason}");'
+    return f"{check} {kind}* const {name} = reinterpret_cast<{kind}*>({memory});"
 
 
 def _pieces(text: str, at: int, separator: str) -> tuple[list[str], int]:

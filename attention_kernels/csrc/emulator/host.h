@@ -291,6 +291,7 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
 // ---- Streams and events -------------------------------------------------------------------------
 
 using cudaEvent_t = struct CUevent_st*;
+constexpr cudaStream_t cudaStreamLegacy = nullptr, cudaStreamPerThread = nullptr;
 enum { cudaStreamDefault, cudaStreamNonBlocking, cudaEventDefault = 0, cudaEventDisableTiming = 2 };
 inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   *stream = nullptr;

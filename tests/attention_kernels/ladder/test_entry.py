@@ -164,9 +164,11 @@ __global__ void sync_all(float* o, float x) {
   shared[threadIdx.x] = make_float4(x, x, x, x);
   if (blockIdx.x == 0) atomicAdd(&o[threadIdx.x], shared[threadIdx.x].w);
 }
-void half_of(float* o, const dim3 gridDim, int blockDim);
+namespace attention {
+struct Params { float* o; };
+void half_of(Params p, const dim3 gridDim, int blockDim);
 __global__ void halve(float* o) { o[blockIdx.x * blockDim.x + threadIdx.x] /= 2; }
-void half_of(float* o, const dim3 gridDim, int blockDim) { halve<<<gridDim, blockDim>>>(o); }
+void half_of(Params p, const dim3 gridDim, int blockDim) { halve<<<gridDim, blockDim>>>(p.o); }
 void host(float* o, int mode, cudaStream_t stream) {
   puts("kernel<<<1, 2>>>(text)");
   cudaMemsetAsync(o, 0, 128, stream);
@@ -187,11 +189,12 @@ void host(float* o, int mode, cudaStream_t stream) {
   if (mode == 1) config.blockDim = dim3(33 * 32);
   cudaError_t error = cudaLaunchKernelEx(&config, add<1, true>, o, 10.0f);
   dim3 gridDim(1), blockDim(32);
-  half_of(o, gridDim, blockDim.x);
+  ::attention::half_of({o}, gridDim, blockDim.x);
   if (mode == 2) add<1, true><<<1, 2000>>>(o, 1);
   if (mode == 3) add<1, true><<<1, 32>>>(nullptr, 1), cudaGetLastError();
   if (error == cudaSuccess) cudaDeviceSynchronize();
 }
+}  // namespace attention
 """
 
 
@@ -200,7 +203,7 @@ def test_host_code_launches_and_asks(tmp_path, adapted):
     file.write_text(FORMS)
 
     def first(mode):
-        spec = ladder.resolve(adapted(file, f"host(o, {mode}, stream) | Only: N > 0"))
+        spec = ladder.resolve(adapted(file, f"attention::host(o, {mode}, stream) | Only: N > 0"))
         q = torch.zeros(1, 1, 1, 32)
         return spec.attention(q, q, q, is_causal=True)
 

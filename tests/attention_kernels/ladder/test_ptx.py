@@ -623,6 +623,9 @@ def test_a_launch_may_leave_arguments_of_a_template_to_be_deduced(tmp_path):
     file.write_text(file.read_text().replace("void __launch", "void __cluster_dims__(2) __launch"))
     with pytest.raises(UnavailableBackendError, match=r"does not take __cluster_dims__"):
         ladder.resolve(str(file)).attention(x, x, x)
+    file.write_text("extern __shared__ float memory[];\n" + text)
+    with pytest.raises(UnavailableBackendError, match=r"asm.cu:1.* in functions only"):
+        ladder.resolve(str(file)).attention(x, x, x)
 
 
 def test_tiles_and_bulk_copies_by_the_functions_of_cuda_barrier(tmp_path):
