@@ -50,7 +50,7 @@ UNTYPED = re.compile(
     r"\b(cudaLaunch(?:Cooperative)?Kernel\s*\(\s*)"
     rf"(?:\(\s*{_VOID}\)|(?:reinterpret|static)_cast\s*<\s*{_VOID}>)"
 )
-# Between the pragmas of an entry's source, what has the name of our namespace gets another one.
+# Between the pragmas of an entry's source, what has a name of ours gets another one.
 THEIRS = re.compile(r"^#pragma attention\n(.*?)^#pragma attention end\n", re.M | re.S)
 # gridDim or blockDim, macros, also as a member of cudaLaunchConfig_t and as a host variable's name.
 DIMENSION = re.compile(r"\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)")
@@ -59,7 +59,9 @@ DECLARED = re.compile(rf"(?<=\w)(?<!\breturn)(?<!\belse)(?<!\bcase)\s+{DIMENSION
 MARKER = re.compile(r'^# (\d+) "([^"\n]*)"((?: \d)*)\n', re.M)
 STRING = re.compile(r'R"(\w*)\((?s:(.*?))\)\1"|("(?:\\.|[^"\\])*")')
 TOKEN = re.compile(STRING.pattern + r"|'(?:\\.|[^'\\])*'|[][(){}:,]")
-NAMESAKE = re.compile(rf"^# .*|{STRING.pattern}|\battention\b(?!::(?:emulator|ptx)\b)", re.M)
+NAMESAKE = re.compile(
+    rf"^# .*|{STRING.pattern}|\battention\b(?!::(?:emulator|ptx)\b)|\bmain\b(?=\s*\()", re.M
+)
 SCOPE = re.compile(TOKEN.pattern.replace("{}", "{};"))
 STATEMENT = re.compile(r"\s*(?:([{}])|([\w$%]+)\s*:(?!:)|([^;]+);|(\S))")
 GUARDED = re.compile(r"(?:@(!?)([\w$%]+)\s+)?(\S+)\s*(.*)", re.S)
@@ -234,7 +236,7 @@ def _line(marker: re.Match[str], found: re.Match[str]) -> int:
 
 
 def _renamed(found: re.Match[str]) -> str:
-    return found[0] + "_" * (found[0] == "attention")
+    return found[0] + "_" * (found[0] in ("attention", "main"))
 
 
 def _static(found: re.Match[str]) -> str:

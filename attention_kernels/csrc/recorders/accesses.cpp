@@ -483,7 +483,7 @@ int main(int, char** arguments) {
   params.head_dim = std::atoi(arguments[4]);
   const size_t element = std::strtoul(arguments[5], nullptr, 10);
   params.is_causal = std::atoi(arguments[6]) != 0;
-  params.softmax_scale = 1.0;
+  params.softmax_scale = 1 / std::sqrt(double(params.head_dim));
   recorder.static_shared = program_tls();
   on_copy = [](const BulkCopy& copy, bool is_store, const void* code) {
     recorder.copy(copy, is_store, code);
