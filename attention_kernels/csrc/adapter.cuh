@@ -102,6 +102,7 @@ struct Names {
   const bool causal = params.is_causal;
   const std::conditional_t<std::is_same_v<Element, double>, double, float> scale =
       params.softmax_scale;
+  const bool default_scale = std::abs(scale * std::sqrt(double(params.head_dim)) - 1) < 1e-6;
   Input q{}, k{}, v{}, o{}, qkv{};
   float* o_float = nullptr;
   int* cu_seqlens = nullptr;

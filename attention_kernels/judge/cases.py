@@ -167,17 +167,26 @@ def ordered_cases(
 def fitted(case: Case, spec: BackendSpec) -> Case:
     """Return the case or, if the backend's file says that it takes no such one, one that it takes.
 
-    That is one of a longer sequence, or with the other mask, if there is any.
+    That is one of another length, size, softmax_scale or mask, if there is any.
     """
     if spec.version is None or not spec.version.only:
         return case
-    # Grouped queries reach a version file as more batch entries: see ladder.op.
-    batch, heads = case.batch, case.num_heads
-    batch, heads = (batch, heads) if case.group == 1 else (batch * heads, case.group)
+    smaller: list[dict[str, Any]] = [{}, {"batch": 1}, {"batch": 1, "num_heads": 1, "group": 1}]
     lengths = [-(-case.seqlen // tile) * tile for tile in (1, 16, 32, 64, 128, 256)]
-    for mask, seqlen in itertools.product((case.is_causal, not case.is_causal), lengths):
-        if spec.version.takes(B=batch, N=seqlen, H=heads, D=case.head_dim, causal=mask):
-            return dataclasses.replace(case, seqlen=seqlen, is_causal=mask)
+    for is_causal, softmax_scale, sizes, seqlen in itertools.product(
+        (case.is_causal, not case.is_causal),
+        (case.softmax_scale, None),
+        smaller,
+        (*lengths, *(2**n for n in range(4, 11))),
+    ):
+        new = dataclasses.replace(case, seqlen=seqlen, is_causal=is_causal)
+        new = dataclasses.replace(new, softmax_scale=softmax_scale, **sizes)
+        # Grouped queries reach a version file as more batch entries: see ladder.op.
+        batch, heads = new.batch, new.num_heads
+        batch, heads = (batch, heads) if new.group == 1 else (batch * heads, new.group)
+        names = {"B": batch, "N": seqlen, "H": heads, "D": case.head_dim, "causal": is_causal}
+        if spec.version.takes(**names, default_scale=softmax_scale is None):
+            return new
     return case
 
 

@@ -16,7 +16,10 @@ from pathlib import Path
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import FIELDS, VersionHeader, calls_of
 
-NAMES = "B N H D q k v o qkv scale causal stream params zeros filled floats ints o_float cu_seqlens"
+NAMES = (
+    "B N H D q k v o qkv scale default_scale causal stream params zeros filled floats ints "
+    "o_float cu_seqlens"
+)
 SCRATCH = re.compile(r"\b(?:zeros|filled|floats|ints)\s*\(")
 
 
@@ -74,8 +77,10 @@ def _source(version: VersionHeader) -> str:
     refuse = f"if (!({version.only or 'true'})) throw std::invalid_argument({refusal});"
     dims, undefined = ", ".join(map(str, version.head_dims)), "\n#undef ".join(NAMES.split())
     return f"""#include "adapter.cuh"
-#ifndef ATTENTION_EMULATOR
-#define attention attention_  // their function may have the name of our namespace: see ptx.py
+#ifdef ATTENTION_EMULATOR  // their names may be that of our namespace: see ptx.py
+#pragma attention
+#else
+#define attention attention_
 #endif
 #include {path}
 #undef {undefined}
@@ -96,6 +101,9 @@ struct Entry : Names {{
 }};
 }}
 #undef attention
+#ifdef ATTENTION_EMULATOR
+#pragma attention end
+#endif
 namespace attention::ATTENTION_VERSION {{
 int64_t scratch_floats(const Params& params) {{
   return attention_entry::scratch_floats<attention_entry::Entry, {dims}>(params);

@@ -44,7 +44,7 @@ NEEDS = re.compile(r"(?:sm_([1-9][0-9]?)([0-9])(a?))?")
 ERROR = re.compile(rf"([1-{MOST_ERROR_SLACK:.0f}])x: \S.*")
 
 STRING = re.compile(r'R"(\w*)\((?s:(.*?))\)\1"|("(?:\\.|[^"\\])*")')
-TOKEN = re.compile(STRING.pattern + r"|'(?:\\.|[^'\\])*'|[][(){}:,;]")
+TOKEN = re.compile(STRING.pattern + r"|'(?:\\.|[^'\\])*'|&&|\|\||[][(){}:,;]")
 
 # What an Only consists of that the judge can evaluate, which has the same meaning in C++.
 _FORMULA = (
@@ -134,19 +134,12 @@ class VersionHeader:
         return {dtype: self.precision or PLAIN_PRECISIONS[dtype] for dtype in self.dtypes}
 
     def takes(self, **names: float) -> bool:
-        """Return whether Only holds, given B, N, H, D and causal; also if it is no such formula."""
-        words = {"&&": " and ", "||": " or ", "!": " not "}
-        text = re.sub(r"&&|\|\||!(?!=)", lambda found: words[found[0]], self.only or "1").strip()
-        try:
-            tree = ast.parse(text, mode="eval")
-            # The file is a stranger's, and this process may be the judge's.
-            nodes = [*ast.walk(tree)]
-            numbers = {type(node.value) for node in nodes if isinstance(node, ast.Constant)}
-            if numbers <= {int, float} and all(isinstance(node, _FORMULA) for node in nodes):
-                return bool(eval(compile(tree, "Only", "eval"), {"__builtins__": {}}, names))
-        except (SyntaxError, NameError, ArithmeticError, ValueError):
-            pass
-        return True
+        """Return whether Only holds, given B, N, H, D, causal and default_scale.
+
+        A part of it that is no such formula is taken to hold.
+        """
+        parts = (split(part, "&&")[0] for part in split(self.only, "||")[0])
+        return any(all(_holds(one, names) for one in part) for part in parts)
 
     def compiles_for(self, arch: str) -> bool:
         """Return whether a compute capability, e.g. "75", has the instructions it needs."""
@@ -160,6 +153,22 @@ class VersionHeader:
         if len(self.dtypes) == 1:
             return [self]
         return [replace(self, op=f"{self.op}_{dtype}", dtypes=(dtype,)) for dtype in self.dtypes]
+
+
+def _holds(condition: str, names: Mapping[str, float]) -> bool:
+    """Return whether a condition in C++ holds; also if it consists of more than _FORMULA."""
+    words = {"&&": " and ", "||": " or ", "!": " not "}
+    text = re.sub(r"&&|\|\||!(?!=)", lambda found: words[found[0]], condition or "1").strip()
+    try:
+        tree = ast.parse(text, mode="eval")
+        # The file is a stranger's, and this process may be the judge's.
+        nodes = [*ast.walk(tree)]
+        numbers = {type(node.value) for node in nodes if isinstance(node, ast.Constant)}
+        if numbers <= {int, float} and all(isinstance(node, _FORMULA) for node in nodes):
+            return bool(eval(compile(tree, "Only", "eval"), {"__builtins__": {}}, {**names}))
+    except (SyntaxError, NameError, ArithmeticError, ValueError):
+        pass
+    return True
 
 
 def version_files(folder: Path) -> list[Path]:

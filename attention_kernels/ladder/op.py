@@ -282,7 +282,7 @@ class _Ops:
         # slices run nothing, but check all sizes and strides except those of the empty dimension.
         for part in (slice(1), slice(1), slice(1)), (slice(0),), (slice(None), slice(0)):
             try:
-                self.call(q[part], k[part], v[part], 1.0, is_causal)
+                self.call(q[part], k[part], v[part], q.shape[3] ** -0.5, is_causal)
             except UnsupportedError as error:
                 reasons += error.reasons
         return list(dict.fromkeys(reasons))

@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attention_kernels.ladder.compilers import BuildError
-from attention_kernels.ladder.header import CSRC, STRING, split
+from attention_kernels.ladder.header import CSRC, STRING, TOKEN, split
 
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*)*\(")
 # What needs a translation, or only inline_ptx.h, besides asm.
 FOREIGN = re.compile(
-    rb"\bextern\s+(?:(?:__align__|alignas)\s*\(\w+\)\s*)?__shared__\b|__shared__\s+alignas\b"
+    rb"\bextern\s+(?:(?:__align__|alignas)\s*\([^;{]+?\)\s*)?__shared__\b|__shared__\s+alignas\b"
     rb"|\bstatic\s+__shared__\b|\b__noinline__\b|<<<"
     rb"|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
 )
 ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
 # `static __shared__` is valid, too. Arrays are aligned, as kernels of other people rely on.
 STATIC = re.compile(r"\b(?:static\s+)?static thread_local\b(?=([^;(){}=]*\[)?)")
-_ALIGNED = r"(?:(?:__attribute__\s*\(\(aligned\s*\((\w+)\)\)\)|alignas\s*\((\w+)\))\s*)?"
+_NUMBER = r"((?:[^()]|\([^()]*\))+)"
+_ALIGNED = rf"(?:(?:__attribute__\s*\(\(aligned\s*\({_NUMBER}\)\)\)|alignas\s*\({_NUMBER}\))\s*)?"
 DYNAMIC = re.compile(
     rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
 )
@@ -49,13 +50,16 @@ UNTYPED = re.compile(
     r"\b(cudaLaunch(?:Cooperative)?Kernel\s*\(\s*)"
     rf"(?:\(\s*{_VOID}\)|(?:reinterpret|static)_cast\s*<\s*{_VOID}>)"
 )
-# A function with the name of our namespace gets another one.
-NAMESAKE = re.compile(r"(?<![:\w])(?<!namespace )attention\b(?!\s*::)")
-# A member of cudaLaunchConfig_t named gridDim or blockDim, a macro.
-MEMBER = re.compile(
-    r"(\.|->)\s*\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)"
-)
+# Between the pragmas of an entry's source, what has a name of ours gets another one.
+THEIRS = re.compile(r"^#pragma attention\n(.*?)^#pragma attention end\n", re.M | re.S)
+# gridDim or blockDim, macros, also as a member of cudaLaunchConfig_t and as a host variable's name.
+DIMENSION = re.compile(r"\(::attention::emulator::this_fiber\(\)\.block->launch->(grid|block)\)")
+MEMBER = re.compile(rf"(\.|->)\s*{DIMENSION.pattern}")
+DECLARED = re.compile(rf"(?<=\w)(?<!\breturn)(?<!\belse)(?<!\bcase)\s+{DIMENSION.pattern}")
 MARKER = re.compile(r'^# (\d+) "([^"\n]*)"((?: \d)*)\n', re.M)
+NAMESAKE = re.compile(
+    rf"^# .*|{STRING.pattern}|\battention\b(?!::(?:emulator|ptx)\b)|\bmain\b(?=\s*\()", re.M
+)
 STATEMENT = re.compile(r"\s*(?:([{}])|([\w$%]+)\s*:(?!:)|([^;]+);|(\S))")
 GUARDED = re.compile(r"(?:@(!?)([\w$%]+)\s+)?(\S+)\s*(.*)", re.S)
 OPERAND = re.compile(r"([\[{]?)(\w)[]}]?\|?(\w?)(\??)(?::([^=\s]+))?(?:=(\S+))?")
@@ -143,6 +147,7 @@ def translate(text: str, own: Path) -> str:
                 f"{Path(marker[2]).name}:{_line(marker, found)}: error: the CPU emulator does not "
                 "take __cluster_dims__; it takes the size of clusters from cudaLaunchKernelEx()"
             )
+    text = THEIRS.sub(lambda theirs: NAMESAKE.sub(_renamed, theirs[1]), text)
     parts, end = [], 0
     for number, found in enumerate(ASM.finditer(text)):
         marker = _marker(text, found.start(), own)
@@ -163,11 +168,7 @@ def translate(text: str, own: Path) -> str:
     text = STATIC.sub(_static, ALIGNED.sub(r"\1 static thread_local", text))
     text = NOINLINE.sub("__attribute__((noinline))", text)
     text = UNTYPED.sub(r"\1", text)
-    text = MEMBER.sub(r"\1\2_", text)
-    if re.search(rf"{NAMESAKE.pattern}\s*[(<]", text):
-        pattern = re.compile(rf"^# .*|{STRING.pattern}|{NAMESAKE.pattern}", re.M)
-        text = pattern.sub(lambda m: m[0] + "_" * (m[0] == "attention"), text)
-
+    text = _with_variables(MEMBER.sub(r"\1\2_", text))
     parts, end = [], 0
     for found in LAUNCH.finditer(text):
         if not _is_code(text, found.start(), own):
@@ -196,6 +197,22 @@ def _is_deduced(text: str, name: str, given: str) -> bool:
     )
 
 
+def _with_variables(text: str) -> str:
+    """Rename gridDim and blockDim wherever host code has a variable or parameter of such a name."""
+    at = 0
+    while found := DECLARED.search(text, at):
+        depth, is_parameter, at, end = 0, False, found.start(), len(text)
+        for token in TOKEN.finditer(text, found.end()):
+            depth += (token[0] in ("(", "[", "{")) - (token[0] in (")", "]", "}"))
+            if depth < 0 and token[0] == ")":
+                depth, is_parameter = 0, True
+            elif depth < 0 or (is_parameter and depth == 0 and token[0] in (";", "}")):
+                end = token.start()
+                break
+        text = text[:at] + DIMENSION.sub(r"\1_", text[at:end]) + text[end:]
+    return text
+
+
 def _is_code(text: str, at: int, own: Path) -> bool:
     """Return whether a place is in a kernel's file, but in no string."""
     line = text[text.rfind("\n", 0, at) + 1 : at]
@@ -215,6 +232,10 @@ def _line(marker: re.Match[str], found: re.Match[str]) -> int:
     return int(marker[1]) + found.string.count("\n", marker.end(), found.start())
 
 
+def _renamed(found: re.Match[str]) -> str:
+    return found[0] + "_" * (found[0] in ("attention", "main"))
+
+
 def _static(found: re.Match[str]) -> str:
     return f"static thread_local{' __attribute__((aligned(32)))' * bool(found[1])}"
 
@@ -224,7 +245,10 @@ def _pointer(found: re.Match[str]) -> str:
     *alignments, kind, name = found.groups()
     alignment = next(filter(None, alignments), "128")
     memory = f"::attention::emulator::this_fiber().block->shared.align({alignment})"
-    return f"{kind}* const {name} = reinterpret_cast<{kind}*>({memory});"
+    outside = f'{NAMESPACE}same(__func__, "top level")'
+    reason = "the CPU emulator takes extern __shared__ in functions only"
+    check = f'static_assert(!{outside}, "{reason}");'
+    return f"{check} {kind}* const {name} = reinterpret_cast<{kind}*>({memory});"
 
 
 class _Asm:

@@ -9,6 +9,16 @@ using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 constexpr CUresult CUDA_SUCCESS = cudaSuccess, CUDA_ERROR_INVALID_VALUE = cudaErrorInvalidValue;
 
+inline CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+inline CUresult cuGetErrorName(CUresult error, const char** name) {
+  *name = cudaGetErrorName(error);
+  return CUDA_SUCCESS;
+}
+inline CUresult cuGetErrorString(CUresult error, const char** text) {
+  *text = cudaGetErrorString(error);
+  return CUDA_SUCCESS;
+}
+
 // Types that have an element of these bytes.
 enum CUtensorMapDataType {
   CU_TENSOR_MAP_DATA_TYPE_UINT8,
@@ -37,7 +47,7 @@ enum CUtensorMapL2promotion {
 };
 enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 
-// Takes one to four dimensions and steps of 1.
+// Takes steps of 1 only.
 inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,
                                        void* tensor, const cuuint64_t* sizes,
                                        const cuuint64_t* strides, const cuuint32_t* box,
@@ -45,11 +55,11 @@ inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType typ
                                        CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                                        CUtensorMapFloatOOBfill) {
   constexpr int kBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2};
-  if (rank < 1 || rank > 4) return cudaErrorNotSupported;
+  if (rank < 1 || rank > 5) return cudaErrorNotSupported;
   *map = {static_cast<const unsigned char*>(tensor),
-          {1, 1, 1, 1},
+          {1, 1, 1, 1, 1},
           {kBytes[type]},
-          {1, 1, 1, 1},
+          {1, 1, 1, 1, 1},
           kBytes[type],
           static_cast<int>(swizzle)};
   for (cuuint32_t i = 0; i < rank; ++i) {

@@ -104,6 +104,9 @@ ATTENTION_EMULATOR_SCALAR(__nv_bfloat16, attention::emulator::BFloat16Format)
 #undef ATTENTION_EMULATOR_SCALAR
 using __half2 = attention::emulator::Float16x2<attention::emulator::HalfFormat>;
 using __nv_bfloat162 = attention::emulator::Float16x2<attention::emulator::BFloat16Format>;
+#define CUDART_ZERO_FP16 __half(0)
+#define CUDART_ONE_FP16 __half(1)
+#define CUDART_INF_FP16 __half(INFINITY)
 using half = __half;
 using half2 = __half2;
 using nv_bfloat16 = __nv_bfloat16;
@@ -209,6 +212,10 @@ ATTENTION_EMULATOR_UNARIES(htanh, h2tanh, std::tanh(x))
   template <typename Format>                                                 \
   Float16x2<Format> __h##name##2(Float16x2<Format> v, Float16x2<Format> w) { \
     return {float(__h##name(v.x, w.x)), float(__h##name(v.y, w.y))};         \
+  }                                                                          \
+  template <typename Format>                                                 \
+  bool __hb##name##2(Float16x2<Format> v, Float16x2<Format> w) {             \
+    return __h##name(v.x, w.x) && __h##name(v.y, w.y);                       \
   }
 ATTENTION_EMULATOR_COMPARISON(eq, a == b)
 ATTENTION_EMULATOR_COMPARISON(ne, a<b || a> b)
@@ -217,4 +224,13 @@ ATTENTION_EMULATOR_COMPARISON(le, a <= b)
 ATTENTION_EMULATOR_COMPARISON(gt, a > b)
 ATTENTION_EMULATOR_COMPARISON(ge, a >= b)
 #undef ATTENTION_EMULATOR_COMPARISON
+template <typename Format>
+int __hisinf(Float16<Format> v) {
+  return std::isinf(float(v)) ? float(v) > 0 ? 1 : -1 : 0;
+}
+template <typename Format>
+Float16x2<Format> __lowhigh2highlow(Float16x2<Format> v) {
+  return {v.y, v.x};
+}
+
 }  // namespace attention::emulator

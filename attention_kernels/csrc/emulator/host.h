@@ -142,6 +142,7 @@ cudaError_t cudaMalloc(T** memory, size_t bytes, Ignored...) {
   std::memset(found, 0xff, bytes);
   return cudaSuccess;
 }
+enum { cudaHostAllocDefault, cudaHostAllocPortable, cudaHostAllocMapped };
 inline cudaError_t cudaFree(void* memory, cudaStream_t = nullptr) {
   const cudaError_t error = attention::emulator::run_queued();
   std::free(memory);
@@ -162,6 +163,7 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemc
 #define cudaMallocAsync cudaMalloc
 #define cudaMallocManaged cudaMalloc
 #define cudaMallocHost cudaMalloc
+#define cudaHostAlloc cudaMalloc
 #define cudaFreeAsync cudaFree
 #define cudaFreeHost cudaFree
 #define cudaMemsetAsync cudaMemset
@@ -171,6 +173,22 @@ cudaError_t cudaMemcpyToSymbol(T& symbol, const void* from, size_t bytes, size_t
                                cudaMemcpyKind kind = cudaMemcpyHostToDevice) {
   return cudaMemcpy(reinterpret_cast<unsigned char*>(&symbol) + offset, from, bytes, kind);
 }
+template <typename T>
+cudaError_t cudaMemcpyFromSymbol(void* to, const T& symbol, size_t bytes, size_t offset = 0,
+                                 cudaMemcpyKind kind = cudaMemcpyDeviceToHost) {
+  return cudaMemcpy(to, reinterpret_cast<const unsigned char*>(&symbol) + offset, bytes, kind);
+}
+inline cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                                size_t width, size_t height, cudaMemcpyKind kind) {
+  for (size_t row = 0; row < height; ++row)
+    cudaMemcpy(static_cast<unsigned char*>(to) + row * to_pitch,
+               static_cast<const unsigned char*>(from) + row * from_pitch, width, kind);
+  return attention::emulator::run_queued();
+}
+template <typename... Where>
+cudaError_t cudaMemPrefetchAsync(const void*, size_t, Where...) {
+  return cudaSuccess;
+}
 
 // ---- The device ---------------------------------------------------------------------------------
 
@@ -179,6 +197,8 @@ struct cudaDeviceProp {
   size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
   int major, minor, multiProcessorCount, warpSize, maxThreadsPerBlock, maxThreadsPerMultiProcessor;
   int regsPerBlock, regsPerMultiprocessor, l2CacheSize, maxThreadsDim[3], maxGridSize[3];
+  int maxBlocksPerMultiProcessor, concurrentKernels, clockRate, memoryClockRate, memoryBusWidth;
+  size_t totalConstMem;
 };
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
   const attention::emulator::Device device = attention::emulator::Device::emulated();
@@ -188,6 +208,9 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
   found->multiProcessorCount = device.multiprocessors, found->warpSize = 32;
   found->maxThreadsPerBlock = found->maxThreadsPerMultiProcessor = 1024;
   found->regsPerBlock = found->regsPerMultiprocessor = 65536, found->l2CacheSize = 1 << 25;
+  found->maxBlocksPerMultiProcessor = 32, found->concurrentKernels = 1;
+  found->clockRate = found->memoryClockRate = found->memoryBusWidth = 1;  // nobody times this
+  found->totalConstMem = 65536;
   for (int i = 0; i < 3; ++i) {
     found->maxThreadsDim[i] = i < 2 ? 1024 : 64;
     found->maxGridSize[i] = i < 1 ? 0x7fffffff : 65535;
@@ -220,7 +243,20 @@ cudaError_t cudaOccupancyMaxPotentialBlockSize(int* blocks, int* threads, Functi
   return cudaSuccess;
 }
 
+inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *free = *total = size_t{1} << 34;
+  return cudaSuccess;
+}
+inline cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = 12000;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int* version) { return cudaRuntimeGetVersion(version); }
+enum cudaLimit { cudaLimitStackSize, cudaLimitPrintfFifoSize, cudaLimitMallocHeapSize };
+inline cudaError_t cudaDeviceSetLimit(cudaLimit, size_t) { return cudaSuccess; }
+
 inline cudaError_t cudaDeviceSynchronize() { return attention::emulator::run_queued(); }
+inline cudaError_t cudaDeviceReset() { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaSetDevice(int device) {
   return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
 }
@@ -232,13 +268,15 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
 // ---- Streams and events -------------------------------------------------------------------------
 
 using cudaEvent_t = struct CUevent_st*;
+constexpr cudaStream_t cudaStreamLegacy = nullptr, cudaStreamPerThread = nullptr;
 enum { cudaStreamDefault, cudaStreamNonBlocking, cudaEventDefault = 0, cudaEventDisableTiming = 2 };
-inline cudaError_t cudaStreamCreate(cudaStream_t* stream, unsigned = 0) {
+inline cudaError_t cudaStreamCreate(cudaStream_t* stream, unsigned = 0, int = 0) {
   *stream = nullptr;
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
+inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned = 0) {
   return cudaSuccess;
 }
@@ -247,9 +285,11 @@ inline cudaError_t cudaEventCreate(cudaEvent_t* event, unsigned = 0) {
   return cudaSuccess;
 }
 #define cudaStreamCreateWithFlags cudaStreamCreate
+#define cudaStreamCreateWithPriority cudaStreamCreate
 #define cudaEventCreateWithFlags cudaEventCreate
 inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t = nullptr) { return cudaSuccess; }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaDeviceSynchronize(); }
+inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaDeviceSynchronize(); }
 inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
   *ms = 1;  // nobody times the emulator
   return cudaSuccess;

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <tuple>
@@ -14,9 +15,9 @@
 // A tensor map, with CUDA's name. Not hidden: see cuda_fp16.h.
 struct alignas(64) CUtensorMap_st {
   const unsigned char* tensor;
-  int64_t sizes[4];
-  int64_t strides[4];  // in bytes
-  int box[4];
+  int64_t sizes[5];
+  int64_t strides[5];  // in bytes
+  int box[5];
   int element_bytes;
   int swizzle;  // permuted bits of the number of a 16-byte chunk
 };
@@ -37,7 +38,7 @@ struct KnownBarrier {
 // A part of a tensor, at these coordinates; also contiguous bytes, as a tensor of bytes.
 struct Box {
   CUtensorMap_st map;
-  int at[4];
+  std::array<int, 5> at;
 };
 
 // A copy to shared memory in flight.

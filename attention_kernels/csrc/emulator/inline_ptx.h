@@ -106,8 +106,10 @@ template <char kConstraint, typename To,
 constexpr To& output(To& to) {
   return to;
 }
-constexpr const char* constant(const char* value) { return value; }
-constexpr int64_t constant(int64_t value) { return value; }
+template <typename T>
+constexpr std::conditional_t<std::is_pointer_v<T>, T, int64_t> constant(T value) {
+  return value;
+}
 
 constexpr bool same(const char* a, const char* b) {
   while (*a != 0 && *a == *b) ++a, ++b;

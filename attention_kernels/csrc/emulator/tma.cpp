@@ -66,7 +66,7 @@ void add_copy(const BulkCopy& copy) {
 
 bool is_valid(const TensorMap& map) {
   bool valid = reinterpret_cast<uintptr_t>(map.tensor) % 16 == 0;
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 5; ++i) {
     valid &= map.sizes[i] >= 1 && map.sizes[i] <= int64_t{1} << 32;
     valid &= map.box[i] >= 1 && map.box[i] <= 256;
     if (i > 0) {
@@ -79,15 +79,15 @@ bool is_valid(const TensorMap& map) {
 }
 
 inline size_t box_bytes(const TensorMap& map) {
-  return size_t(map.element_bytes) * map.box[0] * map.box[1] * map.box[2] * map.box[3];
+  return std::accumulate(map.box, map.box + 5, size_t(map.element_bytes), std::multiplies<>());
 }
 
 Box line_of(const void* memory, size_t bytes) {
   const auto size = static_cast<int>(bytes);
   return {{static_cast<const unsigned char*>(memory),
-           {size, 1, 1, 1},
-           {1, size, size, size},
-           {size, 1, 1, 1},
+           {size, 1, 1, 1, 1},
+           {1, size, size, size, size},
+           {size, 1, 1, 1, 1},
            1,
            0},
           {}};
@@ -100,21 +100,17 @@ void for_each_row(const Box& box, Row row) {
   const int width = map.box[0] * map.element_bytes;
   const int64_t first = std::clamp<int64_t>(at[0], 0, map.sizes[0]);
   const int64_t end = std::clamp<int64_t>(int64_t{at[0]} + map.box[0], first, map.sizes[0]);
-  size_t offset = 0;
-  for (int i = 0; i < map.box[3]; ++i) {
-    for (int j = 0; j < map.box[2]; ++j) {
-      for (int k = 0; k < map.box[1]; ++k, offset += width) {
-        const int64_t where[] = {0, int64_t{at[1]} + k, int64_t{at[2]} + j, int64_t{at[3]} + i};
-        bool inside = true;
-        int64_t address = first * map.element_bytes;
-        for (int d = 1; d < 4; ++d) {
-          inside &= where[d] >= 0 && where[d] < map.sizes[d];
-          address += where[d] * map.strides[d];
-        }
-        row(offset, map.tensor + (inside ? address : 0), size_t(first - at[0]) * map.element_bytes,
-            inside ? size_t(end - first) * map.element_bytes : 0);
-      }
+  for (size_t offset = 0; offset < box_bytes(map); offset += width) {
+    bool inside = true;
+    int64_t address = first * map.element_bytes;
+    size_t rest = offset / width;
+    for (int d = 1; d < 5; rest /= map.box[d++]) {
+      const auto where = static_cast<int64_t>(rest % map.box[d]) + at[d];
+      inside &= where >= 0 && where < map.sizes[d];
+      address += where * map.strides[d];
     }
+    row(offset, map.tensor + (inside ? address : 0), size_t(first - at[0]) * map.element_bytes,
+        inside ? size_t(end - first) * map.element_bytes : 0);
   }
 }
 
@@ -156,19 +152,19 @@ void copy_bulk(void* to, const void* from, unsigned bytes, Barrier* barrier, Cac
   begin_copy({to, bytes, barrier, site, __builtin_return_address(0), line_of(from, bytes)});
 }
 
-void load_tile(void* to, const TensorMap& map, int c0, int c1, int c2, int c3, Barrier* barrier,
+void load_tile(void* to, const TensorMap& map, const Coordinates& at, Barrier* barrier,
                const char* file, int line) {
   const Site site{"load_tile", file, line};
   check_tile(map, to, site);
   const void* const code = __builtin_return_address(0);
-  begin_copy({to, box_bytes(map), barrier, site, code, {map, {c0, c1, c2, c3}}});
+  begin_copy({to, box_bytes(map), barrier, site, code, {map, at}});
 }
 
-void load_tile_to_blocks(unsigned blocks, void* to, const TensorMap& map, int c0, int c1, int c2,
-                         int c3, Barrier* barrier, const char* file, int line) {
+void load_tile_to_blocks(unsigned blocks, void* to, const TensorMap& map, const Coordinates& at,
+                         Barrier* barrier, const char* file, int line) {
   const Site site{"load_tile_to_blocks", file, line};
   const void* const code = __builtin_return_address(0);
-  const BulkCopy copy{to, box_bytes(map), barrier, site, code, {map, {c0, c1, c2, c3}}};
+  const BulkCopy copy{to, box_bytes(map), barrier, site, code, {map, at}};
   const Block& self = *this_fiber().block;
   const unsigned count = self.launch->blocks_of_cluster();
   if (blocks == 0 || blocks >> count != 0)
@@ -201,7 +197,7 @@ void fill_tile(const BulkCopy& copy) {
 
 inline void begin_store(const BulkCopy& copy) {
   Block& block = *this_fiber().block;
-  if (*std::min_element(copy.from.at, copy.from.at + 4) < 0)
+  if (*std::min_element(copy.from.at.begin(), copy.from.at.end()) < 0)
     fail(copy.site, "a coordinate is negative", cudaErrorIllegalInstruction);
   const auto* const tile = static_cast<const unsigned char*>(copy.to);
   if (block.races != nullptr) block.races->access(tile, copy.bytes, AccessKind::kFetch, copy.code);
@@ -211,13 +207,12 @@ inline void begin_store(const BulkCopy& copy) {
       {copy, this_fiber().thread, block.own().store_group, {tile, tile + copy.bytes}});
 }
 
-void store_tile(const TensorMap& map, int c0, int c1, int c2, int c3, const void* from,
-                const char* file, int line) {
+void store_tile(const TensorMap& map, const Coordinates& at, const void* from, const char* file,
+                int line) {
   const Site site{"store_tile", file, line};
   check_tile(map, from, site);
   const void* const code = __builtin_return_address(0);
-  begin_store(
-      {const_cast<void*>(from), box_bytes(map), nullptr, site, code, {map, {c0, c1, c2, c3}}});
+  begin_store({const_cast<void*>(from), box_bytes(map), nullptr, site, code, {map, at}});
 }
 
 void store_bulk(void* to, const void* from, unsigned bytes, const char* file, int line) {

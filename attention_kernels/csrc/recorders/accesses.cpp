@@ -444,7 +444,7 @@ int main(int, char** arguments) {
   params.head_dim = std::atoi(arguments[4]);
   const size_t element = std::strtoul(arguments[5], nullptr, 10);
   params.is_causal = std::atoi(arguments[6]) != 0;
-  params.softmax_scale = 1.0;
+  params.softmax_scale = 1 / std::sqrt(double(params.head_dim));
   // `__shared__` arrays are this program's thread-local storage; it has one OS thread.
   const Library& program = Library::instance();
   recorder.static_shared = {reinterpret_cast<uintptr_t>(program.storage()), program.storage_bytes,

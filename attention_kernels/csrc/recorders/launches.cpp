@@ -73,6 +73,7 @@ int main(int count, char** arguments) {
     params.batch = batch;
     params.num_heads = num_heads;
     params.head_dim = attention::recorded_head_dim = std::atoi(arguments[i]);
+    params.softmax_scale = 1 / std::sqrt(double(params.head_dim));
     const int64_t head = params.head_dim, row = num_heads * head;
 #ifdef ATTENTION_DECODE
     params.k_cache = tensor(2);

@@ -7,6 +7,9 @@ multiprocessor.py times them.
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import struct
 
 import numpy as np
@@ -20,7 +23,7 @@ from attention_kernels.inspection.sass.state import LOW, Blocks, Event, Mbarrier
 BANK_BEGIN, BANK_ADDRESS = 0x210, 64 << 40
 # The emulator's tensor map, see csrc/emulator/in_flight.h: address, sizes, strides in bytes, box,
 # bytes of an element, swizzle.
-_MAP = struct.Struct("<Q4q4q4iii")
+_MAP = struct.Struct("<Q5q5q5iii")
 
 
 def is_test(one: Instruction) -> bool:
@@ -99,20 +102,19 @@ def _box(blocks: Blocks, one: Instruction, lane: int) -> tuple[int, list[tuple[i
     dimensions = int(one.modifiers[0].rstrip("D"))
     registers = consecutive(one.operands[0].strip("[]"), 2 + dimensions)
     at = [int(blocks.read(name)[lane]) for name in registers[2:]]
-    at = [(x ^ 1 << 31) - (1 << 31) for x in at] + [0] * (4 - dimensions)
+    at = [(x ^ 1 << 31) - (1 << 31) for x in at] + [0] * (5 - dimensions)
     pointer = int(blocks.read64(one.operands[1].strip("[]"))[lane])
     begin = pointer - BANK_ADDRESS + BANK_BEGIN
     if not 0 <= begin <= len(blocks.constants) - _MAP.size:
         raise SassError(f"the tensor map of {one.name} is not a parameter of the kernel")
     tensor, *words = _MAP.unpack_from(blocks.constants, begin)
-    sizes, strides, box, element = words[:4], words[4:8], words[8:12], words[12]
-    total = box[0] * box[1] * box[2] * box[3] * element
+    sizes, strides, box, element = words[:5], words[5:10], words[10:15], words[15]
+    total = math.prod(box) * element
     first, end = (min(max(x, 0), sizes[0]) for x in (at[0], at[0] + box[0]))
+    inside = (_within(at[d], box[d], sizes[d]) for d in range(4, 0, -1))
     rows = [
-        (tensor + first * element + i * strides[1] + j * strides[2] + k * strides[3])
-        for k in _within(at[3], box[3], sizes[3])
-        for j in _within(at[2], box[2], sizes[2])
-        for i in _within(at[1], box[1], sizes[1])
+        tensor + first * element + sum(map(operator.mul, place, strides[:0:-1]))
+        for place in itertools.product(*inside)
     ]
     return total, [(row, (end - first) * element) for row in rows if end > first]
 

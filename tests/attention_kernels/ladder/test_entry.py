@@ -13,6 +13,8 @@ from attention_kernels import ladder
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.inspection import resources
 from attention_kernels.judge import suite
+from attention_kernels.judge.cases import fitted
+from attention_kernels.judge.inputs import Case
 from attention_kernels.ladder import entry, header
 from attention_kernels.ladder.header import HeaderError
 from attention_kernels.ladder.op import load_op
@@ -106,6 +108,10 @@ def test_the_judge_tries_lengths_that_an_entry_takes(adapted):
     ).version
     assert [n for n in (7, 8, 63, 64) if version.takes(B=1, N=n, H=1, D=64, causal=True)] == [7, 64]
     assert not version.takes(B=1, N=64, H=1, D=64, causal=False)
+    only = "!causal && B == 1 && N == 256 && default_scale && std::abs(scale) < 1"
+    spec = ladder.resolve(adapted("bhnd", f"{BHND} | Only: {only}"))
+    case = fitted(Case(65, 64, softmax_scale=0.5, batch=2), spec)
+    assert (case.seqlen, case.batch, case.is_causal, case.softmax_scale) == (256, 1, False, None)
     # What is no such formula is not evaluated.
     for only in ("causal.__class__", "'x' * 999999999 * 999999999 == causal"):
         version = ladder.resolve(adapted("bhnd", f"{BHND} | Only: {only}")).version
@@ -154,15 +160,23 @@ template <int kA, bool kB>
 __global__ void add(float* o, float x) { if (kB) o[threadIdx.x] += x * kA; }
 __global__ void sync_all(float* o, float x) {
   cooperative_groups::this_grid().sync();
-  extern __shared__ float4 shared[];
+  extern __shared__ __align__(sizeof(float4)) float4 shared[];
   shared[threadIdx.x] = make_float4(x, x, x, x);
   if (blockIdx.x == 0) atomicAdd(&o[threadIdx.x], shared[threadIdx.x].w);
 }
+namespace attention {
+struct Params { float* o; };
+void half_of(Params p, const dim3 gridDim, int blockDim);
+__global__ void halve(float* o) { o[blockIdx.x * blockDim.x + threadIdx.x] /= 2; }
+void half_of(Params p, const dim3 gridDim, int blockDim) { halve<<<gridDim, blockDim>>>(p.o); }
 void host(float* o, int mode, cudaStream_t stream) {
   puts("kernel<<<1, 2>>>(text)");
   cudaMemsetAsync(o, 0, 128, stream);
   cudaDeviceProp p;
   cudaGetDeviceProperties(&p, 0);
+  size_t most;
+  cudaMemGetInfo(&most, &p.totalConstMem);
+  cudaMemcpy2D(o, 64, o, 64, 32, 2, cudaMemcpyDefault);
   const auto kernel = &add<2, (3 > 2)>;
   add<(1 > 2 ? 4 : 1), true><<<p.multiProcessorCount >> 3, dim3(32, 1), 0, stream>>>(o, 1);
   mode > 5 ? LAUNCH(kernel, o, 1) : kernel<<<
@@ -174,10 +188,13 @@ void host(float* o, int mode, cudaStream_t stream) {
   config.blockDim.x = 32;
   if (mode == 1) config.blockDim = dim3(33 * 32);
   cudaError_t error = cudaLaunchKernelEx(&config, add<1, true>, o, 10.0f);
+  dim3 gridDim(1), blockDim(32);
+  ::attention::half_of({o}, gridDim, blockDim.x);
   if (mode == 2) add<1, true><<<1, 2000>>>(o, 1);
   if (mode == 3) add<1, true><<<1, 32>>>(nullptr, 1), cudaGetLastError();
   if (error == cudaSuccess) cudaDeviceSynchronize();
 }
+}  // namespace attention
 """
 
 
@@ -186,11 +203,11 @@ def test_host_code_launches_and_asks(tmp_path, adapted):
     file.write_text(FORMS)
 
     def first(mode):
-        spec = ladder.resolve(adapted(file, f"host(o, {mode}, stream) | Only: N > 0"))
+        spec = ladder.resolve(adapted(file, f"attention::host(o, {mode}, stream) | Only: N > 0"))
         q = torch.zeros(1, 1, 1, 32)
         return spec.attention(q, q, q, is_causal=True)
 
-    assert first(0).unique().tolist() == [1 + 4 + 3 + 10]
+    assert first(0).unique().tolist() == [(1 + 4 + 3 + 10) / 2]
     for mode, words in ((1, "InvalidConfiguration"), (2, "InvalidConfiguration")):
         with pytest.raises(UnsupportedError, match=words):
             first(mode)

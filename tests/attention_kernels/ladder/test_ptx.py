@@ -64,6 +64,7 @@ CASES = [
     ("add.s32 %0, %1, %2;", "r", f"{A}, {B}", "0x89abcdefu + lane + 0x01234567u"),
     ("sub.u32 %0, %1, %2;", "r", f"{B}, {C}", "0x01234562u"),
     ("add.u64 %0, 1, %1; sub.u64 %0, %0, %2;", "l", '"l"(~0ull), "n"(3)', "-3ull"),
+    ("add.s32 %0, %1, %2;", "r", '"n"(0), "n"(-1)', "-1"),
     ("add.u64 %0, %1, %2;", "l", WIDE, "0x123456789abcdef7ull"),
     ("mul.lo.u32 %0, %1, %2;", "r", f"{A}, {B}", "(0x89abcdefu + lane) * 0x01234567u"),
     ("mul.hi.u32 %0, %1, %2;", "r", f"{A}, {B}", "(0x89abcdefull + lane) * 0x01234567u >> 32"),
@@ -492,7 +493,7 @@ COPIED = """
   __syncwarp();
   uint64_t token;
   if (lane == 0) {
-    cde::cp_async_bulk_tensor_2d_global_to_shared(tile, &map, 0, 1, bar);
+    cde::cp_async_bulk_tensor_5d_global_to_shared(tile, &map, 0, 0, 0, 1, 0, bar);
     token = cuda::device::barrier_arrive_tx(bar, 1, sizeof(tile));
   } else {
     token = bar.arrive();
@@ -509,9 +510,9 @@ COPIED = """
 """
 MAP = """
   CUtensorMap map;
-  const cuuint64_t sizes[] = {32, 2}, strides[] = {128};
-  const cuuint32_t box[] = {32, 1}, steps[] = {1, 1};
-  cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<void*>(p.q), sizes,
+  const cuuint64_t sizes[] = {32, 1, 1, 2, 1}, strides[] = {128, 128, 128, 256};
+  const cuuint32_t box[] = {32, 1, 1, 1, 1}, steps[] = {1, 1, 1, 1, 1};
+  cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, const_cast<void*>(p.q), sizes,
                          strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                          CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -529,7 +530,8 @@ CALLS = [
     "__ldca(memory) == __ldcv(memory) && __ldlu(memory) == *memory",
     "float(__hdiv(h, h)) == 1 && __low2float(__h2div(p, p)) == 1",
     "__low2float(__heq2(p, p)) == 1 && __high2float(__hlt2(p, p)) == 0",
-    "__half_as_short(h) == 0x3e00",
+    "__half_as_short(h) == 0x3e00 && __hbgt2(p + p, p) && !__hbeq2(p, p + p)",
+    "__hisinf(-CUDART_INF_FP16) == -1 && __low2float(__lowhigh2highlow(p)) == __high2float(p)",
     "__half2int_rz(h) == 1 && __uint2half_rn(3) == 3 && __short_as_half(0x3e00) == 1.5f",
     "__half(__half_raw(h)) == h && (p += p, __high2float(p) == 4)",
     "cub::Max()(1, 2) == cuda::maximum<>{}(1, 2)",
@@ -550,7 +552,8 @@ template <typename T> __device__ __noinline__ T block_sum(T x) {
 
 def test_functions_that_other_peoples_kernels_call(tmp_path):
     names = ("math_constants.h", "float.h", "cooperative_groups.h", "cub/cub.cuh")
-    names += ("cuda/std/limits", "cublas_v2.h", "cuda_runtime_api.h", "cudaTypedefs.h")
+    names += ("cuda/std/limits", "cublasLt.h", "cuda_runtime_api.h", "cudaTypedefs.h")
+    names += ("driver_types.h", "cuda_fp8.h", "cuda_profiler_api.h")
     body = """
   const __half h = 1.5f;
   __half2 p(h, __float2half(2));
@@ -619,6 +622,9 @@ def test_a_launch_may_leave_arguments_of_a_template_to_be_deduced(tmp_path):
     assert ladder.resolve(str(file)).attention(x, x, x).flatten()[:4].tolist() == [1, 2, 3, 4]
     file.write_text(file.read_text().replace("void __launch", "void __cluster_dims__(2) __launch"))
     with pytest.raises(UnavailableBackendError, match=r"does not take __cluster_dims__"):
+        ladder.resolve(str(file)).attention(x, x, x)
+    file.write_text("extern __shared__ float memory[];\n" + text)
+    with pytest.raises(UnavailableBackendError, match=r"asm.cu:1.* in functions only"):
         ladder.resolve(str(file)).attention(x, x, x)
 
 

@@ -23,3 +23,5 @@ __global__ void attn(const float* __restrict__ q, const float* __restrict__ k,
   }
   for (int i = 0; i < kDim / B; ++i) o[head + row * kDim + i * B + lane] = acc[i] / l;
 }
+
+int main() { attn<64><<<1, B>>>(nullptr, nullptr, nullptr, nullptr, 0, 1.0f); }

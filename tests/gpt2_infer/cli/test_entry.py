@@ -9,7 +9,7 @@ from tests.attention_kernels.ladder.test_entry import ENTRIES, STRANGERS
 from tests.gpt2_infer.cli.program import DEMO, run
 
 FILE = str(STRANGERS / "bhnd.cu")
-ENTRY = ["--entry", ENTRIES["bhnd"]]
+ENTRY = ["--entry", f"{ENTRIES['bhnd']} | Only: causal && default_scale"]
 NO_MASK = str(STRANGERS / "early_flash.cu"), "--entry", ENTRIES["early_flash"]
 
 
@@ -20,7 +20,7 @@ def test_verify_takes_an_entry(capsys):
     )
     assert (status, out.splitlines()[-1]) == (0, "PASSED")
     assert out.startswith("BHND on cpu, emulated: ")
-    assert "\n  only calls with `causal` were tried, as it declares\n" in out
+    assert "\n  only calls with `causal && default_scale` were tried, as it declares\n" in out
     assert "refused" not in out
 
 

@@ -24,8 +24,9 @@ PRODUCT_CYCLES = 32  # 64 x 64 x 16 at 4,096 FLOP per cycle
 
 def executed(text: str = TEXT, *, rows: int = 1 << 20) -> tuple[Blocks, work.Work]:
     """Execute warpgroups.cu on a tensor of `rows` rows of 128 bytes."""
-    sizes, strides, box = (64, 1, rows, 1), (0, 128, 128, 128 * rows), (64, 1, 64, 1)
-    tensor = struct.pack("<Q4q4q4i2i", TENSOR, *sizes, *strides, *box, 2, 3).ljust(128, b"\0")
+    sizes, strides = (64, 1, rows, 1, 1), (0, 128, 128, 128 * rows, 0)
+    words = (TENSOR, *sizes, *strides, 64, 1, 64, 1, 1, 2, 3)
+    tensor = struct.pack("<Q5q5q5i2i", *words).ljust(128, b"\0")
     given = tensor + struct.pack("<QQi", ROW, OUT, TILES)
     constants = struct.pack("<III", 32 * WARPS, 1, 1).ljust(0x280, b"\0") + given
     code, constants = decode.parse(text)["kernel"], execute.with_bank_pointer(constants)
