@@ -149,6 +149,7 @@ struct Names {
 
   // Copies the output to where it belongs.
   void finish_() {
+    if (error_ != cudaSuccess) return;
     const Order from = order_of(of_o_, params), to = order_of("BNHD", params);
     auto* const there = static_cast<Element*>(params.o);
     if (o_float != nullptr) {
