@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,6 +257,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
         entry_point = f"[attention_kernels.backends]\n{name} = {name}_plugin\n"
         (folder / "entry_points.txt").write_text(entry_point)
+        monkeypatch.delitem(sys.modules, f"{name}_plugin", raising=False)  # another test's
         monkeypatch.syspath_prepend(str(tmp_path))  # a worker gets this process's path
         registry.shipped()
         monkeypatch.setattr(registry, "_specs", {**registry._specs})
