@@ -37,7 +37,7 @@ def worth(
     """Verify a kernel, then time it alone and in a model, beside others: what does it buy?
 
     A kernel that fails is not timed. One that would run emulated is predicted for `gpu`, alone and
-    in GPT-2 small without a cache. Raises the errors of verify(), ask() and answer().
+    in GPT-2 small without a cache. Raises the errors of verify(), Question and answer().
 
     Args:
         name: backend name or version file, *.cu
@@ -54,6 +54,7 @@ def worth(
         quick: verify with fewer checks, time two rounds, and measure no energy
         out: HTML file for the table and two pictures
     """
+    asked = {k: v for k, v in locals().items() if k not in ("name", "entry", "out")}
     child.start_server()  # it imports torch while this process does
     from gpt2_infer.bench import worth as bench
 
@@ -64,16 +65,7 @@ def worth(
         except ModuleNotFoundError as error:
             raise RequestError(f"{error.name} is missing: install gpt2-infer[plot]") from error
     (name,) = adapted([name], entry)
-    question = bench.ask(
-        name,
-        model=model,
-        random_weights=random_weights,
-        device=device,
-        dtype=dtype,
-        max_tokens=max_tokens,
-        gpu=gpu,
-        quick=quick,
-    )
+    question = bench.Question(name, **asked)
     on = cast("options.Device", question.device)
     findings = verify(name, device=on, dtypes=(dtype,), quick=quick, no_timing=True)
     found = bench.Worth(findings)
@@ -95,7 +87,7 @@ def text(found: Worth, **_: object) -> str:
     if found.results is None:
         return verdict
     (shown,) = tables.tables("", found.results)
-    lines = [verdict.partition("\n")[0], shown.title, *shown.plain(WIDTH).splitlines()]
-    lines += remarks(found.results, shown)
-    cut = (line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)
-    return "\n".join([*cut][:MOST_LINES])
+    first = verdict.partition("\n")[0].replace(" in one process", "")
+    lines = [first, shown.title, *shown.plain(WIDTH).splitlines(), *remarks(found.results, shown)]
+    cut = [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
+    return "\n".join(cut[:MOST_LINES])

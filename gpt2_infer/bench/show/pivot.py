@@ -51,22 +51,8 @@ class Table:
         return Table(title, [self.head[place] for place in places], lines, notes)
 
     def plain(self, width: int) -> str:
-        """Return the table as text; of long lines, the contender's name is cut to fit `width`."""
-        columns = dict(zip(self.head, _alignment(self.rows), strict=True))
-        text = table(columns, self.rows)
-        over = max(map(len, text.splitlines())) - width
-        if over <= 0:
-            return text
-        place = self.head.index("contender")
-        most = max(len(row[place]) for row in self.rows) - over
-        rows = [
-            tuple(
-                f"{x[: most - 1]}~" if n == place and len(x) > most else x
-                for n, x in enumerate(row)
-            )
-            for row in self.rows
-        ]
-        return table(columns, rows)
+        """Return the table as text, its lines cut to a width."""
+        return table(dict(zip(self.head, _alignment(self.rows), strict=True)), self.rows, width)
 
     def __str__(self) -> str:
         text = f"{self.title}:\n\n{markdown(self.head, self.rows)}"

@@ -228,7 +228,7 @@ LAYOUTS["worth"] = Layout(
     remark=_decoder,
     columns=[
         Column("mode", columns.first(_mode)),
-        columns.CONTENDER,
+        Column("contender", columns.first(lambda row: row.contender[:28])),
         Column("time", _time),
         Column("tokens/s", _in_model(columns.RATE.value), "{:,.0f}"),
         Column("attention", _in_model(_share), "{:.0%}"),

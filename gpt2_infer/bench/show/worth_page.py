@@ -18,19 +18,15 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>
-body {{ font: 15px sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
-table {{ border-collapse: collapse }}
-td, th {{ padding: 0.2em 0.6em; text-align: left; border-bottom: 1px solid #ddd }}
-img {{ max-width: 100% }}
+body {{ font: 15px sans-serif; max-width: 60em; margin: 2em auto }} img {{ max-width: 100% }}
+table {{ border-collapse: collapse }} td, th {{ padding: 0.2em 0.6em; text-align: left }}
 </style>
 <h1>{title}</h1>
-<p>{how}</p>
 <table>
+<caption>{how}</caption>
 {rows}
 </table>
 {notes}
-{pictures}
-</html>
 """
 ALT = {"modes": "Time by mode, attention apart", "bars": "The kernel alone, with the spread"}
 
@@ -40,16 +36,13 @@ def render(file: File, pictures: Mapping[str, bytes]) -> str:
     (table,) = tables("", file)
     lines = [("th", table.head), *(("td", row) for row in table.rows)]
     rows = ("".join(f"<{tag}>{escape(x)}" for x in line) for tag, line in lines)
-    urls = {name: base64.b64encode(svg).decode() for name, svg in pictures.items()}
+    image = '<p><img alt="{}" src="data:image/svg+xml;base64,{}">'.format
+    images = [image(ALT[x], base64.b64encode(svg).decode()) for x, svg in pictures.items()]
     return PAGE.format(
         title=escape(f"What {file.study['kernel']} is worth"),
         how=escape(table.title),
         rows="\n".join(f"<tr>{row}" for row in rows),
-        notes="\n".join(f"<p>{escape(line)}" for line in remarks(file, table)),
-        pictures="\n".join(
-            f'<p><img alt="{ALT[name]}" src="data:image/svg+xml;base64,{url}">'
-            for name, url in urls.items()
-        ),
+        notes="\n".join([*(f"<p>{escape(line)}" for line in remarks(file, table)), *images]),
     )
 
 
@@ -63,6 +56,6 @@ def remarks(file: File, table: Table) -> Iterator[str]:
         if row.samples and measured:
             times = f"{row.median:.1f} us predicted, {measured:.1f} us measured"
             yield f"alone: {times}, a ratio of {row.median / measured:.2f}"
-    yield from (f"{name}: {note}" for name, note in table.notes.items())
+    yield from (f"{name}: {note.removeprefix('refused: ')}" for name, note in table.notes.items())
     if any("~" in row for row in table.rows):
         yield "~: no difference beyond the spread of the samples"
