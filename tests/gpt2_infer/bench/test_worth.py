@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attention_kernels import registry
+from attention_kernels.judge.plugins import Elsewhere
 from gpt2_infer.bench import worth
 from gpt2_infer.bench.record import File, Row
 from gpt2_infer.bench.show import charts, figures, tables, worth_page
@@ -101,3 +103,11 @@ def test_without_a_version_file_there_is_a_reason():
     question = worth.Question("CUSTOM_CUDA_VERSION_2", device="cpu")
     (found,) = worth._predict(SimpleNamespace(name="X", version=None), [question.cell], "h200")
     assert found.reason == "it has no version file of float32 to predict its time from"
+
+
+def test_a_plug_in_that_the_judge_kept_out_is_imported_for_the_model(plugin):
+    fields = "name='STRANGE', family='f', summary='s', precisions={'float32': 'ieee-fp32'}"
+    plugin(f"register({fields})(lambda: Kernels(right))\n")
+    assert isinstance(worth.Question("STRANGE", device="cpu").spec.loader, Elsewhere)
+    registry.import_adopted()
+    assert registry.get_backend("STRANGE").has_attention()
