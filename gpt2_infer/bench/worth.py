@@ -247,7 +247,7 @@ def _measured(question: Question) -> tuple[list[Row], list[Row], list[str]]:
     bits = {"float32": "fp32", "float16": "fp16"}.get(question.dtype, question.dtype)
     alone = msgspec.to_builtins(question.cell)
     text = {"max_tokens": question.tokens, "batch": 1, "dtype": question.dtype}
-    timed, texts, sources = list[Row](), list[Row](), list[str]()
+    timed, texts, sources = dict[str, Row](), list[Row](), list[str]()
     for task in (f"kernel-{bits}", f"kernel-{bits}-later", f"generation-{bits}"):
         try:
             path = record.newest(RESULTS, task, question.gpu)
@@ -255,13 +255,14 @@ def _measured(question: Question) -> tuple[list[Row], list[Row], list[str]]:
             continue
         file = record.read(path)
         sources.append(path.name)
-        timed += [row for row in file.of("time") if row.samples and row.cell == alone]
+        here = [row for row in file.of("time") if row.samples and row.cell == alone]
+        timed |= {row.contender: row for row in here}  # the later file's
         for row in file.of("generation"):
             if row.samples and row.cell == text | {"mode": "recompute"}:
                 _put(row, "recompute", question.tokens - file.study["prompt_tokens"])
                 texts.append(row)
     is_measured = _size(question.config) == _size(named_config(MEASURED_MODEL))
-    return timed, texts if is_measured else [], sources
+    return [*timed.values()], texts if is_measured else [], sources
 
 
 def _size(config: GPT2Config | None) -> tuple[int, ...]:
