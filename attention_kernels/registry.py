@@ -498,6 +498,7 @@ def _serves(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
 
 
 _discovered: bool | None = False  # None during discovery
+_adopted: list[str] = []
 
 
 def discover(only: str | None = None) -> None:
@@ -523,13 +524,23 @@ def discover(only: str | None = None) -> None:
 def adopt(describe: Callable[[], Iterable[BackendSpec]]) -> None:
     """Register the backends of plug-ins, unless this process has imported or adopted them.
 
-    Nothing imports them here afterwards. describe: returns them.
+    Nothing but import_adopted() imports them here afterwards. describe: returns them.
     """
     if _discovered is False:
         specs = describe()
         discover("")
         for spec in specs:
-            _specs.setdefault(spec.name, spec)
+            if _specs.setdefault(spec.name, spec) is spec:
+                _adopted.append(spec.name)
+
+
+def import_adopted() -> None:
+    """Import the plug-ins whose backends were adopted: nothing is judged here any more."""
+    global _discovered  # noqa: PLW0603 (see discover())
+    while _adopted:
+        _specs.pop(_adopted.pop(), None)
+        _discovered = False
+    discover()
 
 
 def plugins() -> importlib.metadata.EntryPoints | tuple[()]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from attention_kernels import BackendSpec
+from attention_kernels import BackendSpec, get_backend
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import RejectedTimeError
 from attention_kernels.judge.inputs import Case, DecodeCase
@@ -22,7 +22,8 @@ from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, Subject
 from gpt2_infer.checkpoint import resolve_device
-from gpt2_infer.diverge import examine
+from gpt2_infer.config import GPT2Config
+from gpt2_infer.diverge import Divergence, examine
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate
 from gpt2_infer.model import GPT2
@@ -57,11 +58,8 @@ class Texts(Subject[GenerationCell]):
         model = self._load(study.model, dtype=self.cells[0].dtype)
         (self.prompt,) = encode_prompts(model.tokenizer, [study.prompt])  # type: ignore[arg-type]
         for length in lengths:
-            if not len(self.prompt) < length <= model.config.n_positions:
-                raise RequestError(
-                    f"max_tokens {length} must exceed the prompt's {len(self.prompt)} tokens and "
-                    f"fit into the model's {model.config.n_positions} positions"
-                )
+            check_length(length, self.prompt, model.config)
+        self.has_energy = study.energy and self.device == "cuda"
         self.facts = {
             "device": self.device,
             "model": study.model + (", random weights, seed 0" if study.random_weights else ""),
@@ -91,15 +89,20 @@ class Texts(Subject[GenerationCell]):
             row.extra["precision"] = "none"
         contender, text = Contender(row), None
         try:
+            decoder = self._decoder(spec) if cell.mode == "kv-cache" else None
+            if decoder and decoder is not spec:
+                row.extra["decoder"] = decoder.name
             if not is_free:
-                _check(row, model, spec, cell, len(self.prompt))
+                _check(row, model, spec, cell, len(self.prompt), decodes=decoder is spec)
             if row.status == "ok":
-                call = functools.partial(_write, model, spec, cell, self.prompt)
+                lent = model.with_attention(spec, decoder)
+                call = functools.partial(_write, lent, cell, self.prompt)
                 text = call()
                 is_first = spec is self.specs[0]
                 row.extra["token_digest"] = environment.token_digest(text.tokens)
                 row.extra["text_compared"] = not is_free and (expected is not None or is_first)
-                if expected and not is_free and text.tokens != expected.tokens:
+                differ = expected and (self.study.examine or text.tokens != expected.tokens)
+                if expected and differ and not is_free:
                     _compare(row, model, [self.specs[0], spec], [expected, text])
             if row.status == "ok" and text:
                 tokens = None if is_free else text.tokens
@@ -108,18 +111,40 @@ class Texts(Subject[GenerationCell]):
             selection.record_failure(row, error, self.device)
         return contender, text
 
+    def _decoder(self, spec: BackendSpec) -> BackendSpec:
+        """Return the backend that decodes with a cache."""
+        if not self.study.decoder or spec.has_decode(self.device):
+            return spec
+        return get_backend(self.study.decoder)
+
+
+def check_length(max_tokens: int, prompt: Sequence[int], config: GPT2Config) -> None:
+    """Raise RequestError unless a text is longer than its prompt and fits into the model."""
+    if not len(prompt) < max_tokens <= config.n_positions:
+        raise RequestError(
+            f"max_tokens {max_tokens} must exceed the prompt's {len(prompt)} tokens and fit into "
+            f"the model's {config.n_positions} positions"
+        )
+
 
 def _compare(row: Row, model: GPT2, specs: list[BackendSpec], texts: list[Generation]) -> None:
-    """Record why the second text differs from the first."""
+    """Record whether and why the second text differs from the first."""
     # Examine these texts: generated again or outside the batch, they might differ.
-    found = examine(model, specs, texts)
+    note(row, examine(model, specs, texts))
+
+
+def note(row: Row, found: Divergence) -> None:
+    """Record what was found about a text; one with a bug has failed."""
     row.extra["diverges"] = found.verdict
+    row.extra["logits_difference"] = found.logits_difference
     if not found.passed:
         fault = "; ".join(found.b.faults or found.a.faults)
         row.status, row.reason = "failed", f"{found.verdict}: {fault}"
 
 
-def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, length: int) -> None:
+def _check(
+    row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, length: int, *, decodes: bool
+) -> None:
     """Check a backend at the lengths that the generation uses."""
     # Check intermediate lengths, too: tuning for a size must precede all measurements.
     between = [n for n in (64, 128, 256, 512) if length < n < cell.max_tokens]
@@ -128,18 +153,16 @@ def _check(row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, lengt
         Case(n, config.head_dim, 1.0, cell.batch, config.n_head, dtype=dtype)
         for n in (length, *between, cell.max_tokens)
     ]
-    if cell.mode == "kv-cache":
+    if decodes:
         cases.append(DecodeCase(config.head_dim, dtype))
     with contextlib.closing(open_runner(spec, model.device.type)) as runner:
         selection.check(row, runner, cases)
 
 
-def _write(
-    model: GPT2, spec: BackendSpec, cell: GenerationCell, prompt: Sequence[int]
-) -> Generation:
-    """Generate a text with a backend."""
+def _write(model: GPT2, cell: GenerationCell, prompt: Sequence[int]) -> Generation:
+    """Generate a text."""
     return generate(
-        model.with_attention(spec, spec if cell.mode == "kv-cache" else None),
+        model,
         [[*prompt]] * cell.batch,
         max_new_tokens=cell.max_tokens - len(prompt),
         mode=cell.mode,

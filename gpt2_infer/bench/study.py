@@ -91,6 +91,12 @@ class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
     modes: list[Mode] = msgspec.field(default_factory=lambda: ["recompute"])
     max_tokens: list[AtLeastOne] = []
     """Total tokens, prompt included; empty selects LENGTHS for the device."""
+    decoder: str = ""
+    """The backend that decodes for those without a decode kernel; "" refuses them."""
+    examine: bool = False
+    """Whether to examine equal texts, too, and record how far their logits differ."""
+    energy: bool = False
+    """Whether to measure energy, too, on a GPU."""
 
 
 class ProfileStudy(Study, kw_only=True, tag="profile"):

@@ -32,6 +32,8 @@ OTHERS = ("#0072B2", "#009E73", "#882255", "#44AA99", "#332288", "#AA4499", "#66
 MARKERS = "osD^vP*Xhd<>p8"
 STYLE = Path(__file__).with_name("charts.mplstyle")
 QUIET = "#555555"
+REST = "#BBBBBB"
+"""The colour of all time but attention's."""
 PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 WHISKERS = "median, least to most"
 BESIDE: dict[str, Any] = {"textcoords": "offset points"}
@@ -160,6 +162,34 @@ def median_bars(file: File) -> Figure | None:
     return figure
 
 
+def mode_bars(file: File) -> Figure | None:
+    """Draw each mode's times: of everything else, which FREE_ATTENTION takes, and of attention."""
+    modes = group_by(
+        [row for row in file.of("generation") if row.samples], lambda row: str(row.cell["mode"])
+    )
+    if not modes:
+        return None
+    looks = _looks([row for rows in modes.values() for row in rows])
+    heights = [len(rows) for rows in modes.values()]
+    size = (9, 0.9 + 0.5 * len(modes) + 0.3 * sum(heights))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(modes), 1, squeeze=False, height_ratios=heights)
+    for (mode, rows), (axes,) in zip(modes.items(), grid, strict=True):
+        free = next((row.median for row in rows if row.contender == FREE_ATTENTION), 0.0)
+        for place, row in enumerate(rows):
+            told = f"{row.median:.3g} s" + ", predicted" * ("predicted" in row.extra)
+            axes.annotate(told, (row.median, place), (4, 0), va="center", fontsize=7.5, **BESIDE)
+            axes.barh(place, row.median, color=looks[row.contender][0])
+            axes.barh(place, min(free, row.median), color=REST)
+        axes.set_yticks(range(len(rows)), [row.contender for row in rows], fontsize=8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, 1.18 * max(row.median for row in rows))
+        axes.grid(visible=False, axis="y")
+        axes.set_title(mode, loc="left", fontsize=9)
+    axes.set_xlabel("seconds: everything else in grey, then attention")
+    return figure
+
+
 def _put_title(axes: Axes, title: str, facts: str) -> None:
     """Write a title, and below it in grey how its figures were measured."""
     axes.set_title(title, loc="left", fontweight="bold", fontsize=10, pad=20)
@@ -191,4 +221,5 @@ def _looks(group: Sequence[Row]) -> dict[str, tuple[str, str]]:
 PLOTS: dict[str, dict[str, Callable[[File], Figure | None]]] = {
     "generation": {"bars": median_bars},
     "kernel": {"time": time_lines, "bars": median_bars},
+    "worth": {"modes": mode_bars, "bars": median_bars},
 }

@@ -131,6 +131,21 @@ def attention_share(row: Row, others: Iterable[Row]) -> float | None:
     return None
 
 
+def saved_share(row: Row, others: Iterable[Row], baseline: str) -> float | None:
+    """Return the fraction that a backend saves of what free attention would save of the baseline.
+
+    None for these two. NaN if either saving is within the spread.
+    """
+    found = {other.contender: other for other in others if other.samples}
+    base, free = found.get(baseline), found.get(FREE_ATTENTION)
+    if not (base and free and row.samples) or row in (base, free):
+        return None
+    (least, most), (base_least, base_most) = row.spread, base.spread
+    overlap = least <= base_most and base_least <= most
+    told = base_least > free.spread[1] and not overlap
+    return (base.median - row.median) / (base.median - free.median) if told else math.nan
+
+
 def _coarseness(row: Row) -> int:
     return COARSENESS.get(row.extra.get("precision", ""), 0)
 
@@ -167,7 +182,12 @@ def where(file: File) -> str:
 
 
 def how(file: File) -> str:
-    """Describe the machine, the version of transformers if it was a peer, and the rounds."""
+    """Describe the machine, the version of transformers if it was a peer, and the rounds.
+
+    A study whose figures come from elsewhere says so itself.
+    """
+    if told := file.study.get("how"):
+        return str(told)
     peer = file.provenance.packages["transformers"] if file.study.get("peers") else ""
     place = where(file) + (f", transformers {peer}" if peer else "")
     return f"{place}; medians of {file.study['rounds']} interleaved rounds"

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from tabulate import tabulate
 
+from attention_kernels.inspection.table import table
 from gpt2_infer.bench.record import File, ResultsError, Row
 from gpt2_infer.bench.show import figures
 
@@ -16,7 +17,7 @@ PAGE = (12, 7)
 """The most rows and columns of a table in a document."""
 ALIKE = ("model", "dtype", "batch", "precision")
 """Columns that become a part of the title if they have the same value in all lines."""
-_NUMBER = re.compile(r"[\d~]|failed|refused|emulated")
+_NUMBER = re.compile(r"[\d~]|-\d|-$|failed|refused|emulated")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Table:
         title = f"{self.title}; the file has {left_out} more rows" if left_out else self.title
         notes = {name: note for name, note in self.notes.items() if re.search(rows, f"`{name}`")}
         return Table(title, [self.head[place] for place in places], lines, notes)
+
+    def plain(self, width: int) -> str:
+        """Return the table as text, its lines cut to a width."""
+        return table(dict(zip(self.head, _alignment(self.rows), strict=True)), self.rows, width)
 
     def __str__(self) -> str:
         text = f"{self.title}:\n\n{markdown(self.head, self.rows)}"
@@ -162,6 +167,10 @@ def _about(line: Entry, column: Column, value: Any) -> Entry:
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table of texts; columns of numbers and blanks are right-aligned."""
-    are_numbers = [all(map(_NUMBER.match, filter(None, x))) for x in zip(*rows, strict=True)]
-    align = ["right" if is_right else "left" for is_right in are_numbers]
+    align = _alignment(rows)
     return tabulate(rows, head, "pipe", disable_numparse=True, colalign=align) + "\n"
+
+
+def _alignment(rows: Sequence[Sequence[str]]) -> list[str]:
+    are_numbers = [all(map(_NUMBER.match, filter(None, x))) for x in zip(*rows, strict=True)]
+    return ["right" if is_right else "left" for is_right in are_numbers]

@@ -188,6 +188,58 @@ LAYOUTS["generation"] = Layout(
 )
 
 
+# ---- What a kernel is worth in a model -----------------------------------------------------------
+
+
+def _mode(row: Row) -> str:
+    return "alone" if "seqlen" in row.cell else str(row.cell["mode"])
+
+
+def _time(line: Entry) -> figures.Value:
+    row = line.first
+    if not row.samples:
+        return "-" if row.status == "refused" else row.status
+    number = f"{row.median:,.1f}" if row.unit == "us" else f"{row.median:.3g}"
+    return "p " * ("predicted" in row.extra) + f"{number} {row.unit}"
+
+
+def _in_model(value: Getter) -> Getter:
+    """Return a value of a line that has the time of a model; blank for a kernel alone."""
+    return lambda line: None if _mode(line.first) == "alone" else value(line)
+
+
+def _saved(line: Entry) -> figures.Value:
+    return figures.saved_share(line.first, line.same_cell, line.file.study["baseline"])
+
+
+def _joules(line: Entry) -> figures.Value:
+    energy = line.file.beside(line.first, "energy")
+    return energy.median / columns.tokens(line) if energy and energy.samples else None
+
+
+def _decoder(row: Row) -> str:
+    other = row.extra.get("decoder")
+    return f"it has no decode kernel, {other} decodes with the kv-cache" if other else ""
+
+
+LAYOUTS["worth"] = Layout(
+    title=lambda name, file, block: f"{file.study['model']}, {figures.how(file)}",
+    rows=lambda file: [row for row in file.rows if row.metric in ("time", "generation")],
+    remark=_decoder,
+    columns=[
+        Column("mode", columns.first(_mode)),
+        Column("contender", columns.first(lambda row: row.contender[:28])),
+        Column("time", _time),
+        Column("tokens/s", _in_model(columns.RATE.value), "{:,.0f}"),
+        Column("attention", _in_model(_share), "{:.0%}"),
+        Column("saves", _in_model(_saved), "{:.0%}"),
+        Column("J/token", _in_model(_joules), "{:.3g}"),
+        Column("text", columns.extra("diverges")),
+        Column("logits", columns.extra("logits_difference"), "{:.0e}"),
+    ],
+)
+
+
 # ---- Decoding, batches ---------------------------------------------------------------------------
 
 
