@@ -133,7 +133,8 @@ class Program:
     needs: dict[str, tuple[int, int]]
     """Each kernel's registers per thread, and its bytes of static shared memory."""
     heads_first: bool = False
-    """Whether the first of several axes of the grid counts heads, whose blocks are alike."""
+    """Whether the first of several axes of the grid counts heads, whose blocks are alike, as in all
+    versions of our own."""
 
 
 def read_cubin(

@@ -27,7 +27,7 @@ from attention_kernels.inspection.sass.explain import Stalls, explain
 from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
 from attention_kernels.inspection.sass.multiprocessor import Multiprocessor, Stall
 from attention_kernels.inspection.sass.work import Line, line_of
-from attention_kernels.ladder.header import VersionHeader
+from attention_kernels.ladder.header import CSRC, VersionHeader
 
 LOAD_STORE_UNIT = "load-store unit"
 """The unit that issues one wavefront a cycle: of shared memory, of an L1 line or of a shuffle."""
@@ -116,7 +116,8 @@ def predict(
         # The line table leaves the code as it is: test_explain.py compares the predictions.
         _, code = resources.compile_version(version, gpu.arch, *["-lineinfo"] * lines)
         cubin.write_bytes(code)
-        program = decode.read_cubin(cubin, version.listing, gpu, heads_first=True)
+        ours = CSRC in version.path.parents
+        program = decode.read_cubin(cubin, version.listing, gpu, heads_first=ours)
         found = _predict_call(program, counted, min_bytes, cubin if lines else None)
     return dataclasses.replace(found, version=version.label, seqlen=seqlen)
 

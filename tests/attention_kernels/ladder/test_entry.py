@@ -12,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention_kernels import ladder
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.inspection import resources
+from attention_kernels.inspection.sass.gpus import gpus
+from attention_kernels.inspection.sass.predict import predict
 from attention_kernels.judge import suite
 from attention_kernels.judge.cases import fitted
 from attention_kernels.judge.inputs import Case
@@ -100,6 +102,14 @@ def test_nvcc_compiles_it(name, adapted):
         launched = {launch.symbol for launch in resources.record(one, [64], case=case)}
         assert any("attention_entry" not in kernel for kernel in launched)
         assert launched <= compiled.keys()
+
+
+@needs_nvcc
+def test_the_predicted_work_grows_with_the_square_of_the_length():
+    """Queries are along the first axis of its grid, which in our own kernels counts heads."""
+    version, h200 = header.of_file(STRANGERS / "groups_fp32.cu"), gpus()["h200"]
+    few, many = (predict(version, h200, seqlen=n, num_heads=3, head_dim=32) for n in (128, 512))
+    assert 8 * few.instructions < many.instructions < 17 * few.instructions
 
 
 def test_the_judge_tries_lengths_that_an_entry_takes(adapted):
