@@ -236,7 +236,7 @@ def _predicted(question: Question) -> File:
     order, places = [BASELINE, spec.name, best, FREE_ATTENTION], ["", *MODES]
     rows = [row for row in (*timed, *texts) if row.contender in {*order} - {spec.name}] + own
     rows.sort(key=lambda r: (places.index(str(r.cell.get("mode", ""))), order.index(r.contender)))
-    how = f"p: predicted for {card}, the rest was measured there"
+    how = f"p: predicted for {card}, the rest measured"
     facts = {"kind": "worth", "kernel": spec.name, "baseline": BASELINE, "sources": sources}
     facts |= {"model": question.model + ", random weights" * question.random_weights, "how": how}
     return File(task="worth", study=facts, provenance=provenance(), rows=[*rows, alone])

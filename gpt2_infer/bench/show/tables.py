@@ -222,8 +222,14 @@ def _decoder(row: Row) -> str:
     return f"it has no decode kernel, {other} decodes with the kv-cache" if other else ""
 
 
+def _worth_title(name: str, file: File, block: Sequence[Row]) -> str:
+    lengths = {_mode(row): row.cell.get("seqlen", row.cell.get("max_tokens")) for row in block}
+    shown = f"N={lengths.get('alone')} alone, {lengths.get('recompute')} tokens"
+    return f"{file.study['model']}, {shown}; {figures.how(file)}"
+
+
 LAYOUTS["worth"] = Layout(
-    title=lambda name, file, block: f"{file.study['model']}, {figures.how(file)}",
+    title=_worth_title,
     rows=lambda file: [row for row in file.rows if row.metric in ("time", "generation")],
     remark=_decoder,
     columns=[
