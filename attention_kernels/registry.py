@@ -417,6 +417,11 @@ def shipped() -> list[BackendSpec]:
     return [*_specs.values()]
 
 
+def stand_in(name: str) -> BackendSpec:
+    """Return the backend of that name or, if no module in this process has it, a stand-in."""
+    return registered(name) or unavailable(_key(name), "", "")
+
+
 def _key(name: str) -> str:
     if not isinstance(name, str):
         raise errors.UnknownBackendError(name, [])

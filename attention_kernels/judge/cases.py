@@ -123,9 +123,9 @@ def ordered_cases(
 ) -> Ordered:
     """Return every case of attention or of decode, those that try the most for their cost first.
 
-    head_dims: ANY_HEAD_DIM if there are none. share: stop when this share of all parts is covered.
-    has_groups: also cases with fewer key heads. is_aligned: none off multiples of 16 bytes.
-    contexts: one is drawn for each case.
+    head_dims: those to draw from; if there are none, ANY_HEAD_DIM. share: stop when this share of
+    all parts is covered. has_groups: also cases with fewer key heads. is_aligned: none off
+    multiples of 16 bytes. contexts: one is drawn for each case.
     """
     is_decode, head_dims = op == "decode", head_dims or ANY_HEAD_DIM
     fixed: list[Case | DecodeCase] = []
@@ -179,8 +179,8 @@ def fitted(case: Case, spec: BackendSpec) -> Case:
         smaller,
         (*lengths, *(2**n for n in range(4, 11))),
     ):
-        new = dataclasses.replace(case, seqlen=seqlen, is_causal=is_causal)
-        new = dataclasses.replace(new, softmax_scale=softmax_scale, **sizes)
+        call = {"seqlen": seqlen, "is_causal": is_causal, "softmax_scale": softmax_scale}
+        new = dataclasses.replace(case, **call, **sizes)
         # Grouped queries reach a version file as more batch entries: see ladder.op.
         batch, heads = new.batch, new.num_heads
         batch, heads = (batch, heads) if new.group == 1 else (batch * heads, new.group)

@@ -109,7 +109,7 @@ class Driver:
     def run(self) -> Iterator[tuple[What, Found | Exception]]:
         """Yield the outcome of each check, or the exception that ended it."""
         judging: deque[tuple[What, Steps, Future[Any]]] = deque()
-        most = AHEAD * self._cores
+        most = ahead = AHEAD * self._cores
         while self._ready or judging:
             if len(judging) > most or not self._ready:
                 what, steps, after = judging.popleft()
@@ -131,7 +131,7 @@ class Driver:
                 after, most = Future(), 0  # it may end the suite: no call before it is reported
                 after.set_result(error)
             else:
-                after, most = self._pool.submit(_next, steps, outputs), AHEAD * self._cores
+                after, most = self._pool.submit(_next, steps, outputs), ahead
             judging.append((what, steps, after))
 
     def close(self) -> None:
@@ -182,9 +182,11 @@ def judged(
     if found.fault:
         return Verdict(math.inf, math.inf, math.inf, fault=found.fault)
     if case.work <= LARGEST_WORK[runner.is_emulated]:
+        if judges is None:
+            return _judge(runner, _truth(case, request.sets[0]), found.o[0])
         spec, o = runner.spec, bits(found.o[0]).numpy()
-        whole = case, o, spec.precisions[dtype_name(case.dtype)], spec.error_slack
-        return judges.run(_verdict, *whole) if judges else _verdict(*whole)
+        precision = spec.precisions[dtype_name(case.dtype)]
+        return judges.run(_verdict, case, o, precision, spec.error_slack)  # type: ignore[no-any-return]
     draw, heads = random.Random(own_seed(case)).randrange, case.num_heads * case.group
     return judge_rows(runner, case, request.sets, found.o, draw, each=heads, device="cpu")
 
@@ -453,9 +455,8 @@ def checks_of(
 ) -> list[Check]:
     """Return the checks of a backend, those that find the most first."""
     cases = cases_for(runner, dtypes, seed, quick=quick)
-    found: list[Check] = [
-        (case, functools.partial(judged, runner, case, judges=judges)) for case in cases
-    ]
+    one = functools.partial(judged, runner, judges=judges)
+    found: list[Check] = [(case, functools.partial(one, case)) for case in cases]
     cheap = min(CHEAP, len(cases) - sum(map(_is_inference, cases)))
     found[cheap:cheap] = [
         *_more_checks(runner, dtypes[0], seed),
@@ -514,8 +515,7 @@ def verify(
             stack.enter_context(contextlib.closing(driver))
             runner.load()
         except EndedError as error:
-            stand_in = registry.unavailable(str(what).upper(), "", "")
-            report = Report(registry.registered(str(what)) or stand_in, device, seed)
+            report = Report(registry.stand_in(str(what)), device, seed)
             report.note("loading it", error)
             return report
         report = Report(runner.spec, runner.device, seed, runner.has_attention, driver.total)
@@ -651,7 +651,7 @@ def _truth(case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Truth:
 
 
 def _verdict(case: Case | DecodeCase, o: NDArray[Any], precision: str, slack: float) -> Verdict:
-    """Judge a whole output, given its bits."""
+    """Judge a whole output, given its bits, in a process that has only the case."""
     out = torch.from_numpy(o).view(case.dtype)
     return _truth(case, case.inputs("cpu")).judge(out, precision, slack)
 

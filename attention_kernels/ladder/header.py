@@ -136,7 +136,7 @@ class VersionHeader:
     def takes(self, **names: float) -> bool:
         """Return whether Only holds, given B, N, H, D, causal and default_scale.
 
-        A part of it that is no such formula is taken to hold.
+        A condition in it that is not a formula of these names counts as true.
         """
         parts = (split(part, "&&")[0] for part in split(self.only, "||")[0])
         return any(all(_holds(one, names) for one in part) for part in parts)
@@ -156,7 +156,7 @@ class VersionHeader:
 
 
 def _holds(condition: str, names: Mapping[str, float]) -> bool:
-    """Return whether a condition in C++ holds; also if it consists of more than _FORMULA."""
+    """Return whether a condition in C++ holds; one with more in it than _FORMULA counts as true."""
     words = {"&&": " and ", "||": " or ", "!": " not "}
     text = re.sub(r"&&|\|\||!(?!=)", lambda found: words[found[0]], condition or "1").strip()
     try:

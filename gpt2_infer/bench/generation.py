@@ -103,7 +103,8 @@ class Texts(Subject[GenerationCell]):
                 row.extra["text_compared"] = not is_free and (expected is not None or is_first)
                 differ = expected and (self.study.examine or text.tokens != expected.tokens)
                 if expected and differ and not is_free:
-                    _compare(row, model, [self.specs[0], spec], [expected, text])
+                    # These texts: generated again or outside the batch, they might differ.
+                    note(row, examine(model, [self.specs[0], spec], [expected, text]))
             if row.status == "ok" and text:
                 tokens = None if is_free else text.tokens
                 contender.sample = functools.partial(_sample, row, call, tokens, model.device)
@@ -125,12 +126,6 @@ def check_length(max_tokens: int, prompt: Sequence[int], config: GPT2Config) -> 
             f"max_tokens {max_tokens} must exceed the prompt's {len(prompt)} tokens and fit into "
             f"the model's {config.n_positions} positions"
         )
-
-
-def _compare(row: Row, model: GPT2, specs: list[BackendSpec], texts: list[Generation]) -> None:
-    """Record whether and why the second text differs from the first."""
-    # Examine these texts: generated again or outside the batch, they might differ.
-    note(row, examine(model, specs, texts))
 
 
 def note(row: Row, found: Divergence) -> None:

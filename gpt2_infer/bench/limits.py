@@ -30,8 +30,7 @@ def read_bandwidth() -> float:
 
 def median_seconds(work: Callable[[], Any], calls: int = 5) -> float:
     """Return the median GPU time of some calls of work() in seconds, after a first one."""
-    seconds = [clocked(work, on_gpu=True)[0] for _ in range(calls + 1)]
-    return statistics.median(seconds[1:])
+    return statistics.median([clocked(work, on_gpu=True)[0] for _ in range(calls + 1)][1:])
 
 
 def gpu_limits(dtypes: Iterable[str], *, instructions: bool) -> dict[str, float]:
