@@ -305,12 +305,15 @@ def _write(
 
 
 def examine(
-    model: GPT2, specs: Sequence[BackendSpec], runs: Sequence[Generation | _Written]
+    model: GPT2,
+    specs: Sequence[BackendSpec],
+    runs: Sequence[Generation | _Written],
+    runners: Sequence[Runner] = (),
 ) -> Divergence:
     """Compare two backends' finished texts as diverge() does.
 
     runs: one complete run per backend, with the same prompts and mode. Of a batch, the row whose
-    texts diverge first is examined.
+    texts diverge first is examined. runners: of the backends; by default, they are opened here.
     """
     texts = [run.tokens for run in runs]
     new_tokens = len(texts[0][0])
@@ -335,10 +338,12 @@ def examine(
     naive = logits(naive_attention)
     if not naive.isfinite().all():
         raise RequestError(_no_budget("the logits", model.dtype))
-    with contextlib.ExitStack() as runners:
-        runners.enter_context(model.on_device())  # workers use the current device
-        opened = (contextlib.closing(open_runner(spec, model.device.type)) for spec in specs)
-        layers = _Layers([*map(runners.enter_context, opened)])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(model.on_device())  # workers use the current device
+        if not runners:
+            opened = (contextlib.closing(open_runner(spec, model.device.type)) for spec in specs)
+            runners = [*map(stack.enter_context, opened)]
+        layers = _Layers(runners)
         reference = logits(layers.attention)
     naive_error = _distance(naive, reference)
     largest = reference.abs().max().item()

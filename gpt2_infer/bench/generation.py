@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from attention_kernels.errors import RejectedTimeError
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import KERNEL_ERRORS
 from attention_kernels.judge.truth import check_precision
-from attention_kernels.judge.worker import open_runner
+from attention_kernels.judge.worker import Runner, open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
@@ -28,6 +29,9 @@ from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import encode_prompts
+
+Opened: TypeAlias = Callable[[BackendSpec], Runner]
+"""Returns the process of a backend, which the first call starts."""
 
 
 class Texts(Subject[GenerationCell]):
@@ -73,14 +77,23 @@ class Texts(Subject[GenerationCell]):
     def contenders(self, cell: GenerationCell) -> Iterator[Contender]:
         """Check each backend and compare its text with the first's."""
         model, expected = self._load(self.study.model, dtype=cell.dtype), None
-        for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
-            contender, text = self._ours(model, spec, cell, expected)
-            if spec is self.specs[0]:
-                expected = text
-            yield contender
+        with contextlib.ExitStack() as stack:  # their processes end before anything is timed
+            opened: Opened = functools.cache(
+                lambda spec: stack.enter_context(contextlib.closing(open_runner(spec, self.device)))
+            )
+            for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
+                contender, text = self._ours(model, spec, cell, expected, opened)
+                if spec is self.specs[0]:
+                    expected = text
+                yield contender
 
     def _ours(
-        self, model: GPT2, spec: BackendSpec, cell: GenerationCell, expected: Generation | None
+        self,
+        model: GPT2,
+        spec: BackendSpec,
+        cell: GenerationCell,
+        expected: Generation | None,
+        opened: Opened,
     ) -> tuple[Contender, Generation | None]:
         """Check a backend and return it with its text."""
         is_free = spec.name == FREE_ATTENTION
@@ -93,7 +106,8 @@ class Texts(Subject[GenerationCell]):
             if decoder and decoder is not spec:
                 row.extra["decoder"] = decoder.name
             if not is_free:
-                _check(row, model, spec, cell, len(self.prompt), decodes=decoder is spec)
+                cases = _cases(model, cell, len(self.prompt), decodes=decoder is spec)
+                selection.check(row, opened(spec), cases)
             if row.status == "ok":
                 lent = model.with_attention(spec, decoder)
                 call = functools.partial(_write, lent, cell, self.prompt)
@@ -104,7 +118,8 @@ class Texts(Subject[GenerationCell]):
                 differ = expected and (self.study.examine or text.tokens != expected.tokens)
                 if expected and differ and not is_free:
                     # These texts: generated again or outside the batch, they might differ.
-                    note(row, examine(model, [self.specs[0], spec], [expected, text]))
+                    both = self.specs[0], spec
+                    note(row, examine(model, both, [expected, text], [*map(opened, both)]))
             if row.status == "ok" and text:
                 tokens = None if is_free else text.tokens
                 contender.sample = functools.partial(_sample, row, call, tokens, model.device)
@@ -137,21 +152,18 @@ def note(row: Row, found: Divergence) -> None:
         row.status, row.reason = "failed", f"{found.verdict}: {fault}"
 
 
-def _check(
-    row: Row, model: GPT2, spec: BackendSpec, cell: GenerationCell, length: int, *, decodes: bool
-) -> None:
-    """Check a backend at the lengths that the generation uses."""
-    # Check intermediate lengths, too: tuning for a size must precede all measurements.
+def _cases(
+    model: GPT2, cell: GenerationCell, length: int, *, decodes: bool
+) -> list[Case | DecodeCase]:
+    """Return the cases to check a backend on, at the lengths that the generation uses."""
+    # Intermediate lengths, too: tuning for a size must precede all measurements.
     between = [n for n in (64, 128, 256, 512) if length < n < cell.max_tokens]
     config, dtype = model.config, getattr(torch, cell.dtype)
     cases: list[Case | DecodeCase] = [
         Case(n, config.head_dim, 1.0, cell.batch, config.n_head, dtype=dtype)
         for n in (length, *between, cell.max_tokens)
     ]
-    if decodes:
-        cases.append(DecodeCase(config.head_dim, dtype))
-    with contextlib.closing(open_runner(spec, model.device.type)) as runner:
-        selection.check(row, runner, cases)
+    return [*cases, DecodeCase(config.head_dim, dtype)] if decodes else cases
 
 
 def _write(model: GPT2, cell: GenerationCell, prompt: Sequence[int]) -> Generation:

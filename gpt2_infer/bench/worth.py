@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ MODES: dict[str, tuple[study.Mode, int]] = {
     "kv-cache": ("kv-cache", 1),
     "batch of 8": ("recompute", 8),
 }
+ENERGY = ("recompute", "batch of 8")  # modes in which it is measured, which takes seconds
 RESULTS = Path(__file__).parents[2] / "results"
 MEASURED_MODEL = "gpt2"  # in the results from which a model's time is predicted
 PREDICTED_LENGTHS = (32, 128, 256, 512)  # others are interpolated
@@ -98,10 +100,15 @@ class Question:
         generation.check_length(self.tokens, self.prompt, config)
         self.cell = KernelCell(self.longest, 1, config.n_head, config.head_dim, dtype=dtype)
 
-    def chosen(self) -> BackendSpec:
-        """Return the kernel, or the version that an alias stands for in the call that is alone."""
-        spec, dtype = ladder.resolve(self.what), getattr(torch, self.dtype)
-        return spec.chosen(dtype, self.cell.head_dim, self.device, self.longest)
+    @property
+    def best(self) -> BackendSpec:
+        """The best shipped backend."""
+        place, dtype = torch.device(self.device), getattr(torch, self.dtype)
+        return registry.default_backend(place, dtype, self.config.head_dim)
+
+    def chosen(self, spec: BackendSpec, seqlen: int) -> BackendSpec:
+        """Return a backend, or the version that an alias stands for at a length."""
+        return spec.chosen(getattr(torch, self.dtype), self.cell.head_dim, self.device, seqlen)
 
 
 @dataclass
@@ -126,6 +133,17 @@ class Worth:
         return {"passed": self.passed, "verdict": verdict, "results": results}
 
 
+def begin(question: Question) -> None:
+    """Begin to build the backend that the kernel is compared with, while the judge is at work."""
+
+    def build() -> None:
+        lengths = question.tokens, question.longest
+        ladder.build_all(question.device, [question.chosen(question.best, n) for n in lengths])
+
+    if question.device == "cuda":
+        Thread(target=build).start()
+
+
 def answer(question: Question) -> File:
     """Time a kernel that the judge has passed, or predict it if it would run emulated.
 
@@ -142,22 +160,23 @@ def _put(row: Row, label: str, new_tokens: int) -> None:
 
 def _timed(question: Question) -> File:
     config, device, dtype = question.config, question.device, question.dtype
-    best = registry.default_backend(torch.device(device), getattr(torch, dtype), config.head_dim)
-    settings: dict[str, Any] = {"backends": [question.what, best.name], "dtypes": [dtype]}
+    backends = [question.what, question.best.name]
+    settings: dict[str, Any] = {"backends": backends, "dtypes": [dtype]}
     settings |= {"device": device} | ({"rounds": 2} if question.quick else {})
     file = study.run(study.KernelStudy(cells=[question.cell], **settings))
     registry.import_adopted()
-    spec = question.chosen()
+    spec = question.chosen(ladder.resolve(question.what), question.longest)
     if card := _present():
         file.rows += _predict(spec, [question.cell], card)
     settings |= {"model": question.model, "random_weights": question.random_weights}
-    settings |= {"decoder": BASELINE, "examine": True, "energy": not question.quick}
+    settings |= {"decoder": BASELINE, "examine": True}
     for label, (mode, batch) in MODES.items():
         prompt, tokens = question.prompt, question.tokens
         if label == "prefill":
             tokens = question.longest
             prompt = [i % config.vocab_size for i in range(tokens - 1)]
         cells: dict[str, Any] = {"modes": [mode], "batch_sizes": [batch], "max_tokens": [tokens]}
+        cells["energy"] = label in ENERGY and not question.quick
         found = study.run(study.GenerationStudy(prompt=prompt, **cells, **settings))
         for row in found.rows:
             _put(row, label, tokens - len(prompt))
@@ -193,7 +212,8 @@ def _predict(spec: BackendSpec, cells: Sequence[KernelCell], gpu: str) -> list[R
 def _predicted(question: Question) -> File:
     """Predict a kernel alone and with recompute, among what was measured on the GPU."""
     registry.import_adopted()
-    spec, cell, config = question.chosen(), question.cell, question.config
+    cell, config = question.cell, question.config
+    spec = question.chosen(ladder.resolve(question.what), question.longest)
     card, first, tokens = gpus()[question.gpu].name, len(question.prompt), question.tokens
     timed, texts, sources = _measured(question)
     free = next((row for row in texts if row.contender == FREE_ATTENTION), None)

@@ -66,6 +66,7 @@ def worth(
             raise RequestError(f"{error.name} is missing: install gpt2-infer[plot]") from error
     (name,) = adapted([name], entry)
     question = bench.Question(name, **asked)
+    bench.begin(question)
     on = cast("options.Device", question.device)
     findings = verify(name, device=on, dtypes=(dtype,), quick=quick, no_timing=True)
     found = bench.Worth(findings)
