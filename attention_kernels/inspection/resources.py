@@ -95,6 +95,24 @@ def case_faults(
     return faults
 
 
+def recorder(version: VersionHeader) -> Path:
+    """Build the program that lists a version's launches. Raises BuildError."""
+    csrc = csrc_of(version)
+    command = [*compilers.compile_flags(version, "emulator", ""), "-O0"]
+    runtime, source = "emulator/runtime.cpp", csrc / "recorders" / "launches.cpp"
+
+    def link(program: Path) -> None:
+        first = [*command, "-include", str(source)]
+        code = build.source_flags(version, first, program.parent)
+        objects = [*code, "-x", "none", str(build.object_file(csrc, runtime, "-O0"))]
+        options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
+        options += compilers.torch_libraries(version)
+        compilers.output_of([*first, *objects, *options])
+
+    files = [version.path, source, csrc / runtime]
+    return build.kept(f"launches-{version.op}", "", files, csrc, command, link)
+
+
 def record(
     version: VersionHeader,
     head_dims: Iterable[int] = (),
@@ -109,21 +127,7 @@ def record(
     UnsupportedError for a version that launches nothing, BuildError if it does not compile or its
     launch() fails.
     """
-    csrc = csrc_of(version)
-    command = [*compilers.compile_flags(version, "emulator", ""), "-O0"]
-    runtime, recorder = "emulator/runtime.cpp", csrc / "recorders" / "launches.cpp"
-
-    def link(program: Path) -> None:
-        first = [*command, "-include", str(recorder)]
-        source = build.source_flags(version, first, program.parent)
-        objects = [*source, "-x", "none", str(build.object_file(csrc, runtime, "-O0"))]
-        options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
-        options += compilers.torch_libraries(version)
-        compilers.output_of([*first, *objects, *options])
-
-    files = [version.path, recorder, csrc / runtime]
-    program = build.kept(f"launches-{version.op}", "", files, csrc, command, link)
-    run = [str(program), f"--case={','.join(map(str, case))}", *map(str, head_dims)]
+    run = [str(recorder(version)), f"--case={','.join(map(str, case))}", *map(str, head_dims)]
     if multiprocessors:
         run = ["env", f"ATTENTION_EMULATOR_MULTIPROCESSORS={multiprocessors}", *run]
     words = ((_SEQLENS, case[1]),) if version.role == "decode" else ()

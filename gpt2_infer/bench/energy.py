@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from gpt2_infer.bench.record import Row
 
-MIN_SECONDS = 3.0  # the counter advances only ten times per second
-WARM_UP_SECONDS = 0.5  # what it shows is up to two advances old
+MIN_SECONDS = 1.5
+WARM_UP_SECONDS = 0.5  # what the counter shows is up to two advances old
+POLL_SECONDS = 2e-3  # it advances only ten times per second
 
 
 def open_counter(device: str) -> Callable[[], float] | str:
@@ -36,7 +39,8 @@ def open_counter(device: str) -> Callable[[], float] | str:
 def measure(contender: str, call: Callable[[], Any], device: str) -> Row:
     """Return a row with the joules per call, from at least MIN_SECONDS of calls.
 
-    call() must wait for the device. The row has a reason and no sample without a counter.
+    They are the power between the counter's first advance and its last, times the seconds of a
+    call. call() must wait for the device. The row has a reason and no sample without a counter.
     """
     row = Row(contender=contender, metric="energy", unit="J")
     counter = open_counter(device)
@@ -44,9 +48,22 @@ def measure(contender: str, call: Callable[[], Any], device: str) -> Row:
         row.status, row.reason = "refused", counter
         return row
     _repeat(call, WARM_UP_SECONDS)
-    before = counter()
-    calls, seconds = _repeat(call, MIN_SECONDS)
-    row.samples = [float(f"{(counter() - before) / calls:.6g}")]
+    reads, ended = list[tuple[float, float]](), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(POLL_SECONDS):
+            reads.append((counter(), time.perf_counter()))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        calls, seconds = _repeat(call, MIN_SECONDS)
+    finally:
+        ended.set()
+        watcher.join()
+    advances = [now for last, now in pairwise(reads) if now[0] != last[0]]
+    joules, passed = (last - first for first, last in zip(advances[0], advances[-1], strict=True))
+    row.samples = [float(f"{joules / passed * seconds / calls:.6g}")]
     row.extra = {"calls": calls, "seconds": round(seconds, 3)}
     return row
 

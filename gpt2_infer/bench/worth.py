@@ -7,13 +7,14 @@ and step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import msgspec
@@ -22,8 +23,11 @@ import torch
 
 from attention_kernels import AttentionError, BackendSpec, UnavailableBackendError, ladder, registry
 from attention_kernels.errors import UnsupportedError
+from attention_kernels.inspection import resources
 from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.judge import plugins
+from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer import diverge
 from gpt2_infer.bench import generation, prediction, record, selection, study
 from gpt2_infer.bench.environment import provenance
@@ -33,6 +37,7 @@ from gpt2_infer.bench.verdict import Findings
 from gpt2_infer.checkpoint import DEMO_MODEL, open_checkpoint
 from gpt2_infer.config import GPT2Config, named_config
 from gpt2_infer.engines.base import GRAPH_LENGTH_STEP, padded_length
+from gpt2_infer.engines.recompute import Forward
 from gpt2_infer.errors import GPT2InferError
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import encode_prompts
@@ -44,7 +49,8 @@ MODES: dict[str, tuple[study.Mode, int]] = {
     "kv-cache": ("kv-cache", 1),
     "batch of 8": ("recompute", 8),
 }
-ENERGY = ("recompute", "batch of 8")  # modes in which it is measured, which takes seconds
+ENERGY = ("recompute", "batch of 8")  # where it is measured, which takes seconds
+ROUNDS = 3  # of texts
 RESULTS = Path(__file__).parents[2] / "results"
 MEASURED_MODEL = "gpt2"  # in the results from which a model's time is predicted
 PREDICTED_LENGTHS = (32, 128, 256, 512)  # others are interpolated
@@ -106,6 +112,11 @@ class Question:
         place, dtype = torch.device(self.device), getattr(torch, self.dtype)
         return registry.default_backend(place, dtype, self.config.head_dim)
 
+    def version(self, spec: BackendSpec) -> VersionHeader | None:
+        """Return the version, in the dtype, from which the time of a backend is predicted."""
+        builds = spec.version.builds() if spec.version else ()
+        return next((build for build in builds if build.dtype == self.dtype), None)
+
     def chosen(self, spec: BackendSpec, seqlen: int) -> BackendSpec:
         """Return a backend, or the version that an alias stands for at a length."""
         return spec.chosen(getattr(torch, self.dtype), self.cell.head_dim, self.device, seqlen)
@@ -134,14 +145,26 @@ class Worth:
 
 
 def begin(question: Question) -> None:
-    """Begin to build the backend that the kernel is compared with, while the judge is at work."""
+    """On a GPU, begin to build what answer() needs, while the judge is at work."""
 
-    def build() -> None:
-        lengths = question.tokens, question.longest
-        ladder.build_all(question.device, [question.chosen(question.best, n) for n in lengths])
+    def others() -> None:
+        best, lengths = question.best, (question.tokens, question.longest)
+        ladder.build_all("cuda", [question.chosen(best, n) for n in lengths])
+
+    def predictor() -> None:
+        if (card := _present()) and (version := question.version(question.spec)):
+            with contextlib.suppress(BuildError):  # the judge says so
+                resources.recorder(version)
+                resources.compile_version(version, gpus()[card].arch)
+
+    def products() -> None:
+        model = GPT2.from_pretrained(DEMO_MODEL, device="cuda", dtype=question.dtype)
+        if not Forward.refusals(model, 1):
+            Forward(model)  # any model's kernels are the same
 
     if question.device == "cuda":
-        Thread(target=build).start()
+        for build in (others, predictor, products):
+            threading.Thread(target=build).start()
 
 
 def answer(question: Question) -> File:
@@ -167,9 +190,9 @@ def _timed(question: Question) -> File:
     registry.import_adopted()
     spec = question.chosen(ladder.resolve(question.what), question.longest)
     if card := _present():
-        file.rows += _predict(spec, [question.cell], card)
+        file.rows += _predict(spec.name, question.version(spec), [question.cell], card)
     settings |= {"model": question.model, "random_weights": question.random_weights}
-    settings |= {"decoder": BASELINE, "examine": True}
+    settings |= {"decoder": BASELINE, "examine": True, "rounds": 2 if question.quick else ROUNDS}
     for label, (mode, batch) in MODES.items():
         prompt, tokens = question.prompt, question.tokens
         if label == "prefill":
@@ -196,15 +219,15 @@ def _present() -> str | None:
     return next(same, None)
 
 
-def _predict(spec: BackendSpec, cells: Sequence[KernelCell], gpu: str) -> list[Row]:
-    """Return a prediction of a backend for each cell, with a time or a reason."""
-    builds = {build.dtype: build for build in spec.version.builds()} if spec.version else {}
-    if cells[0].dtype not in builds:
+def _predict(
+    name: str, version: VersionHeader | None, cells: Sequence[KernelCell], gpu: str
+) -> list[Row]:
+    """Return a prediction of a version for each cell, with a time or a reason."""
+    if version is None:
         reason = f"it has no version file of {cells[0].dtype} to predict its time from"
-        row = Row(contender=spec.name, metric="predicted time", unit="us", reason=reason)
+        row = Row(contender=name, metric="predicted time", unit="us", reason=reason)
         return [row for _ in cells]
-    build = builds[cells[0].dtype]
-    one = functools.partial(prediction.predict_version, spec.name, build, gpu=gpu)
+    one = functools.partial(prediction.predict_version, name, version, gpu=gpu)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         return [*pool.map(one, cells)]
 
@@ -224,7 +247,7 @@ def _predicted(question: Question) -> File:
     between = [*(n for n in PREDICTED_LENGTHS if n < steps[-1]), steps[-1]] if free else []
     lengths = sorted({cell.seqlen, *between})
     cells = [msgspec.structs.replace(cell, seqlen=n) for n in lengths]
-    found = _predict(spec, cells, question.gpu)
+    found = _predict(spec.name, question.version(spec), cells, question.gpu)
     alone = found[lengths.index(cell.seqlen)]
     alone.cell = msgspec.to_builtins(cell)
     if known := record.timings_of(alone, timed):

@@ -64,8 +64,8 @@ def test_the_table_fits_a_terminal_and_the_page_has_all_of_it():
 
 
 def test_predicted_is_the_rest_of_the_model_plus_attention_of_every_layer_and_step(monkeypatch):
-    def predicted(spec, cells, gpu):
-        rows = [Row(contender=spec.name, metric="predicted time", unit="us") for _ in cells]
+    def predicted(name, version, cells, gpu):
+        rows = [Row(contender=name, metric="predicted time", unit="us") for _ in cells]
         for one, cell in zip(rows, cells, strict=True):
             one.samples = [float(cell.seqlen)]
         return rows
@@ -101,7 +101,7 @@ def test_the_predictor_knows_a_gpu_by_its_name_and_size(monkeypatch):
 
 def test_without_a_version_file_there_is_a_reason():
     question = worth.Question("CUSTOM_CUDA_VERSION_2", device="cpu")
-    (found,) = worth._predict(SimpleNamespace(name="X", version=None), [question.cell], "h200")
+    (found,) = worth._predict("X", None, [question.cell], "h200")
     assert found.reason == "it has no version file of float32 to predict its time from"
 
 
