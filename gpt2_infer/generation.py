@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from attention_kernels.contract import dtype_name
 from gpt2_infer.engines import Engine, lend_engine
+from gpt2_infer.engines.speculative import UNWRITTEN, Speculative, Text
 from gpt2_infer.errors import NotFiniteError, RequestError, check_type
 from gpt2_infer.linear import without_autocast
 from gpt2_infer.model import GPT2
@@ -50,6 +53,8 @@ class Generation:
     """Seconds from the end of the warm-up to the last new token, prefill included."""
     intervals_s: list[float] = field(default_factory=list)
     """Seconds between tokens, on the device; empty if tokens were read only at the end."""
+    passes: int | None = None
+    """The passes after the prompt's, if some read guesses; otherwise each gives a token per row."""
     texts: list[str] = field(default_factory=list)
     """The new text per row, cut before a stop string; empty without a tokenizer."""
 
@@ -82,6 +87,7 @@ def generate(
     on_text: Callable[[int, str], None] | None = None,
     progress: bool = False,
     engine: Literal["auto"] | EngineName = "auto",
+    guesses: int = 0,
 ) -> Generation:
     """Continue each prompt by up to max_new_tokens tokens.
 
@@ -91,8 +97,10 @@ def generate(
     mode: "recompute" re-runs the whole prefix for every token (the case study's workload),
     "kv-cache" keeps keys and values. stop: texts that end a row. on_text(row, piece) is called as
     text becomes certain. engine: "eager", "graph", "fused" or "auto", the fastest that supports the
-    case; graph and fused cache their state for later calls, see GPT2.release(). KeyboardInterrupt
-    ends generation early.
+    case; graph and fused cache their state for later calls, see GPT2.release(). guesses: how many
+    of the next tokens, 1, 3 or 7, the fused engine may guess on a GPU from what the text repeats,
+    in greedy text of one prompt with a cache; the text stays the same, bit for bit.
+    KeyboardInterrupt ends generation early.
     Raises RequestError, UnavailableBackendError or UnsupportedError before any long work, and
     NotFiniteError for logits that are NaN or infinite.
     """
@@ -107,6 +115,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
         engine=engine,
+        guesses=guesses,
     )
     return run(model, request, on_text=on_text, progress=progress)
 
@@ -154,7 +163,11 @@ def _generate(
         marks.synchronize()
         warm_up_s = time.perf_counter() - started
         marks.add()
-        _run(engine, watchers if watch else [], request.max_new_tokens, marks, progress)
+        watching = watchers if watch else []
+        if isinstance(engine, Speculative):
+            _speculate(engine, watching, request.max_new_tokens, marks, progress)
+        else:
+            _run(engine, watching, request.max_new_tokens, marks, progress)
     except KeyboardInterrupt:
         interrupted = True
     marks.add()
@@ -169,6 +182,7 @@ def _generate(
     for watcher in watchers:
         watcher.end("interrupted" if interrupted else "length")
     seconds = marks.seconds()  # at the start, the first token, ..., the end
+    intervals = [b - a for a, b in itertools.pairwise(seconds[1:-1])]
     generation = Generation(
         prompts=request.rows,
         tokens=[w.tokens for w in watchers],
@@ -181,7 +195,8 @@ def _generate(
         warm_up_s=warm_up_s,
         prefill_s=seconds[1] if len(seconds) > 1 else 0.0,
         generation_s=seconds[-1] if seconds else 0.0,
-        intervals_s=[b - a for a, b in itertools.pairwise(seconds[1:-1])] if watch else [],
+        intervals_s=intervals if watch and not request.guesses else [],
+        passes=engine.passes if isinstance(engine, Speculative) else None,
         texts=[w.whole_text() for w in watchers] if request.tokenizer else [],
     )
     if not interrupted:
@@ -209,6 +224,40 @@ def _run(engine: Engine, watchers: list[Watcher], steps: int, marks: Marks, prog
                 bar.update()
                 if all(watcher.finish for watcher in watchers):
                     return
+
+
+def _speculate(
+    engine: Speculative, watchers: list[Watcher], steps: int, marks: Marks, progress: bool
+) -> None:
+    """Run passes until a row has all its tokens, or its watcher has finished.
+
+    The device is one look ahead of the host, which decides by the text so far whether to guess.
+    """
+    text, first = Text(engine.tokens[0, : engine.longest].tolist()), engine.longest
+    waiting = deque[tuple[int, int, Tensor]]()  # of each look: most new tokens, first index, copy
+    last, pins, looks = first + steps, engine.device.type == "cuda", 0
+    with tqdm(total=steps, unit="tok", disable=None if progress else True) as bar:
+        while (known := len(text.tokens)) < last:
+            most = known + sum(new for new, *_ in waiting)
+            if len(waiting) < 2 and most < last:
+                if looks == 0:
+                    engine.step(0)
+                new = engine.enqueue(last - most, guess=text.repeats) if looks else 1
+                host = torch.empty(most + new - known, dtype=torch.long, pin_memory=pins)
+                host.copy_(engine.tokens[0, known : most + new], non_blocking=True)
+                marks.add()
+                waiting.append((new, known, host))
+                looks += 1
+                continue
+            marks.wait(looks - len(waiting) + 1)
+            _, begin, host = waiting.popleft()
+            tokens = [token for token in host[known - begin :].tolist() if token != UNWRITTEN]
+            for step, token in enumerate(tokens, known - first):
+                _see(engine, watchers, step, [token] * len(watchers))
+            text.add(tokens)
+            bar.update(len(tokens))
+            if watchers and watchers[0].finish:
+                return
 
 
 def _see(engine: Engine, watchers: list[Watcher], step: int, tokens: Sequence[int]) -> None:

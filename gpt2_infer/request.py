@@ -15,6 +15,7 @@ from gpt2_infer.tokenizer import Tokenizer
 Mode = Literal["recompute", "kv-cache"]
 EngineName = Literal["eager", "graph", "fused"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+GUESSES = (1, 3, 7)  # with the newest token, as many as the fused engine takes rows
 ENGINES = ("auto", *get_args(EngineName))
 
 
@@ -34,6 +35,8 @@ class Request:
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     engine: Literal["auto"] | EngineName = "auto"
+    guesses: int = 0
+    """Guesses of the next tokens that a pass may read, 0, 1, 3 or 7."""
     rows: list[list[int]] = field(init=False)
     """The prompts' token ids."""
     stops: tuple[str, ...] = field(init=False)
@@ -74,8 +77,20 @@ class Request:
             raise RequestError(
                 f"token ids {outside[:5]} are outside the vocabulary of {vocab_size}"
             )
+        if self.guesses and (reasons := self._against_guesses(len(rows))):
+            raise RequestError(f"speculation needs {', '.join(reasons)}")
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "stops", stops)
+
+    def _against_guesses(self, rows: int) -> list[str]:
+        needs = {
+            "1, 3 or 7 guesses": self.guesses in GUESSES,
+            "a KV cache": self.mode == "kv-cache",
+            "greedy sampling": self.sampling.is_greedy,
+            "a single prompt": rows == 1,
+            "the fused engine": self.engine in ("auto", "fused"),
+        }
+        return [need for need, is_met in needs.items() if not is_met]
 
 
 def encode_prompts(

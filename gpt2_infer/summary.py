@@ -36,6 +36,8 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
         "load_s": round(load_s, 4),
         "emulated_backends": emulated,
     }
+    if result.passes is not None:
+        report["passes"] = result.passes
     if on_cuda:
         report["peak_memory_bytes"] = torch.cuda.max_memory_allocated(model.device)
     if not emulated:
@@ -86,6 +88,9 @@ def format_report(report: dict[str, Any]) -> str:
             "generation": f"{report['generation_s']:.3f} s, prefill included",
             "speed": f"{report['tokens_per_second']:.1f} tokens/s",
         }
+    if passes := report.get("passes"):
+        each = (sum(report["new_tokens"]) - 1) / passes
+        lines["speculation"] = f"{passes} passes after the prompt, {each:.2f} tokens each"
     if "interval_p50_s" in report:
         p50, p99 = (1e3 * report[f"interval_{p}_s"] for p in ("p50", "p99"))
         lines["between tokens"] = f"{p50:.3f} ms (median), {p99:.3f} ms (99th percentile)"

@@ -38,6 +38,7 @@ def generate(
     decode_backend: str | None = None,
     kv_cache: bool = False,
     engine: str = "auto",
+    speculate: int = 0,
     model: Annotated[Model, Parameter(name="*", group="Model")] = Model(),
     text: Annotated[Text, Parameter(name="*", group="Text")] = Text(),
     live: Annotated[bool, HIDDEN] = False,
@@ -64,6 +65,8 @@ def generate(
         engine: engine: eager launches kernels from Python, graph replays captured CUDA graphs,
             fused runs our own code: with --kv-cache whole steps, also in float32 on a CPU, else
             matrix products in float32 on a GPU; auto is the fastest that supports the request
+        speculate: with --kv-cache, guess up to 1, 3 or 7 of the next tokens from what the text
+            repeats, on a GPU, for one prompt and temperature 0; the text stays the same
         model: the model
         text: where a text ends, and how tokens are chosen
         live: print the text of a single prompt as it is generated, and the report to standard error
@@ -82,7 +85,7 @@ def generate(
     mode = "kv-cache" if kv_cache else "recompute"
     started = time.perf_counter()
     loaded, request = model.load(
-        {"prompts": prompts, "mode": mode, "engine": engine, **settings},
+        {"prompts": prompts, "mode": mode, "engine": engine, "guesses": speculate, **settings},
         attention=ladder.resolve(backend) if backend else None,
         decode_attention=ladder.resolve(decode_backend) if decode_backend else None,
         seed=settings["sampling"].seed,

@@ -9,6 +9,7 @@ from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.cpu_step import FusedOnCPU
 from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused
 from gpt2_infer.engines.recompute import Recompute
+from gpt2_infer.engines.speculative import Speculative
 from gpt2_infer.errors import RequestError
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName, Request
@@ -54,6 +55,8 @@ def _make(model: GPT2, request: Request, kind: type[Engine], name: EngineName) -
 
 def _choose(model: GPT2, request: Request) -> tuple[type[Engine], EngineName]:
     names = FASTEST_FIRST if request.engine == "auto" else (request.engine,)
+    if request.guesses:
+        names = ("fused",)
     for name in names:
         kind = _kind(model, request, name)
         if not (reasons := kind.refusals(model, request, name)):
@@ -66,4 +69,6 @@ def _kind(model: GPT2, request: Request, name: EngineName) -> type[Engine]:
         return Recompute
     if name != "fused":
         return Cached
+    if request.guesses:
+        return Speculative
     return FusedOnCPU if model.device.type == "cpu" else Fused

@@ -153,7 +153,8 @@ class Engine:
 def key_of(model: GPT2, request: Request) -> tuple[Hashable, ...]:
     """Return what calls must have in common, besides their sizes, to use the same engine."""
     sampling = replace(request.sampling, seed=0)
-    return sampling, model.config, model.products, model.attention, model.decode_attention
+    kernels = model.products, model.attention, model.decode_attention
+    return sampling, request.guesses, model.config, *kernels
 
 
 def length_step(name: EngineName, device: torch.device) -> int:

@@ -106,7 +106,12 @@ class Fused(Cached):
         reasons += request_refusals(model, request)
         if (head_dim := model.config.head_dim) not in (32, 64, 128):
             reasons.append(f"head_dim {head_dim} (it takes 32, 64, 128)")
-        return reasons or shape_on(model, power_of_two(len(request.rows))).refusals
+        return reasons or shape_on(model, cls.most_rows(request)).refusals
+
+    @staticmethod
+    def most_rows(request: Request) -> int:
+        """Return the most rows of a pass."""
+        return power_of_two(len(request.rows))
 
     def backend(self, step: int) -> str:
         """Return the name of the attention that a step uses: after the prompt, no backend's."""
@@ -210,6 +215,8 @@ class StepShape:
     """Whether the step does without early launches, bulk copies and clusters."""
     clusters: int = MAX_HEADS
     """Clusters of RANKS blocks for which the GPU has enough multiprocessors."""
+    has_guesses: bool = False
+    """Whether all rows of the batch but the first are guesses of its next tokens."""
 
     @functools.cached_property
     def products(self) -> Mapping[str, BlockedMatrix]:
@@ -350,6 +357,7 @@ class StepShape:
             "SMEM": self.shared_bytes,
             "PORTABLE": int(self.is_portable),
             "ONE_KERNEL": int(self.is_one_kernel),
+            "GUESSES": int(self.has_guesses),
         }
         for name, product in self.products.items():
             macros |= {f"{name}_COLUMNS": product.block_columns, f"{name}_WARPS": product.warps}

@@ -27,6 +27,10 @@
 // batch. 16-bit weights are multiplied on tensor cores, so activations are rounded to 16 bits, too.
 // The file is built for one model shape and batch size; fused.py sets the macros.
 //
+// STEP_GUESSES builds a step that also reads guesses of the next tokens, as rows of the batch that share
+// the first one's cache: each row's key and value are the next one's, and of the chosen tokens those
+// up to the first wrong guess count. The guesses are what followed the last tokens before.
+//
 // STEP_PORTABLE builds the step for sm_80 and later, and for weights that do not fit in shared
 // memory: kernels start when the previous one has ended, each thread copies the weights that it
 // multiplies, through a ring if necessary, and kProj joins attention's splits. The sums have the
@@ -57,9 +61,11 @@ constexpr int kMaxSplits = STEP_MAX_SPLITS;     // splits of the longest row's k
 constexpr int kSmemBytes = STEP_SMEM;           // available to a block
 constexpr bool kIsPortable = STEP_PORTABLE;     // no early launches, bulk copies or clusters
 constexpr bool kIsOneKernel = STEP_ONE_KERNEL;  // all layers, by one cluster per head
+constexpr bool kGuesses = STEP_GUESSES;         // rows after the first are guesses
 
 constexpr int kHeadDim = kEmbd / kHeads;
 constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
+constexpr int kCaches = kGuesses ? 1 : kBatch;
 static_assert(kBatch == 1 || kBatch == 2 || kBatch == 4 || kBatch == 8);
 
 __host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
@@ -137,11 +143,11 @@ struct StructParams {
   const Element* wte;
   const Element* wpe;
   const Element* head;  // (vocab, n_embd)
-  Element* kv;          // (layers, 2, batch, heads, max_seqlen, head_dim)
-  int* seqlens;         // (batch): keys in the cache; the step adds one
+  Element* kv;          // (layers, 2, caches, heads, max_seqlen, head_dim)
+  int* seqlens;         // (caches): keys in the cache; the step adds one
   int64_t* newest;      // (batch): the input tokens; if is_greedy, overwritten by the chosen ones
-  int64_t* tokens;      // (batch, capacity): if is_greedy, the chosen token goes to `lengths`
-  int64_t* lengths;     // (batch)
+  int64_t* tokens;      // (caches, capacity): if is_greedy, the chosen token goes to `lengths`
+  int64_t* lengths;     // (caches)
   float* logits;        // (batch, vocab)
   Scratch* scratch;
   int64_t capacity;
@@ -599,8 +605,14 @@ __device__ inline float4 join_splits(const Splits& splits, int row, int n, int n
 }
 
 __device__ inline Element* cache_of(const StepParams& p, int layer, int matrix, int row, int head) {
-  const int64_t head_of_all = ((int64_t{layer} * 2 + matrix) * kBatch + row) * kHeads + head;
+  const int cache = kGuesses ? 0 : row;
+  const int64_t head_of_all = ((int64_t{layer} * 2 + matrix) * kCaches + cache) * kHeads + head;
   return p.kv + head_of_all * p.max_seqlen * kHeadDim;
+}
+
+// The position of a row's newest token.
+__device__ inline int position_of(const StepParams& p, int row) {
+  return kGuesses ? p.seqlens[0] + row : p.seqlens[row];
 }
 
 template <Kind kKind>
@@ -631,7 +643,7 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
   static_assert(P::kThreads >= P::kColumns * kBatch);
   const bool has_output = t < P::kColumns * kBatch;
   const float my_bias = has_output ? bias[n] : 0.0f;
-  const int position = kKind == kQkv && has_output ? p.seqlens[row] : 0;
+  const int position = kKind == kQkv && has_output ? position_of(p, row) : 0;
   __syncthreads();  // the barrier is initialized
 
   // With more rows, blocks that start early slow down those still running.
@@ -652,7 +664,7 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
   } else if constexpr (kComputesX<kKind>) {
     for (int i = t; i < kBatch * kEmbd / 4; i += P::kThreads) {
       const int x_row = i / (kEmbd / 4), k = i % (kEmbd / 4) * 4;
-      const float4 o = join_splits(scratch.splits, x_row, k, p.seqlens[x_row]);
+      const float4 o = join_splits(scratch.splits, x_row, k, position_of(p, x_row));
       const float columns[4] = {o.x, o.y, o.z, o.w};
 #pragma unroll
       for (int c = 0; c < 4; ++c)
@@ -857,17 +869,18 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
 
   const int t = threadIdx.x;
   const int head = blockIdx.y, row = blockIdx.z;
-  const int newest = p.seqlens[row];
+  const int newest = position_of(p, row);
   KeysOfThread mine(p, layer, row, head, newest);
   const int column = mine.column();
   int split = blockIdx.x;
-  mine.load(split);
+  if (!kGuesses) mine.load(split);
 
   // If a layer fits in shared memory, blocks of later products would start now and get in the way.
   constexpr bool kIsEarly = kBatch == 1 && !kHoldsLayer;
   if (kIsEarly) ptx::allow_next();
   ptx::wait_for_previous();
   if (!kIsEarly) ptx::allow_next();
+  if (kGuesses) mine.load(split);  // the rows before have just written theirs
   float q[kPerChunk];
 #pragma unroll
   for (int i = 0; i < kPerChunk; i += 4) {
@@ -931,14 +944,44 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
 
 constexpr int kThreads = 256, kWarps = 8;
 
+// Returns where the last kGram tokens, or as many as have occurred before, last did so: the index of
+// the last of them, or that of the newest token. All threads of a block take part.
+__device__ inline int find_earlier(const int64_t* tokens, int length) {
+  constexpr int kGram = 3, kBits = 24;  // of an index
+  __shared__ int s_best[kWarps];
+  int best = length - 1;
+  for (int i = threadIdx.x; i < length - 1; i += kThreads) {
+    int same = 0;
+    while (same < kGram && same <= i && tokens[i - same] == tokens[length - 1 - same]) ++same;
+    if (same > 0) best = max(best, same << kBits | i);
+  }
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) best = max(best, __shfl_xor_sync(kWarp, best, width));
+  if (threadIdx.x % 32 == 0) s_best[threadIdx.x / 32] = best;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) best = max(best, s_best[w]);
+  return best & ((1 << kBits) - 1);
+}
+
 __global__ void __launch_bounds__(kThreads) embed(const StepParams p) {
   ptx::allow_next();
+  int earlier = 0, length = 0;
+  if constexpr (kGuesses) {
+    length = p.lengths[0];
+    earlier = find_earlier(p.tokens, length);
+  }
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= kBatch * kEmbd) return;
   const int row = i / kEmbd, column = i % kEmbd;
-  const int64_t token = p.newest[row] < 0 ? 0 : p.newest[row];
+  int64_t token = p.newest[kGuesses ? 0 : row];
+  if (kGuesses && row > 0) {  // what is repeated may be shorter than the guesses
+    const int repeated = max(length - 1 - earlier, 1);
+    token = p.tokens[min(earlier + 1 + (row - 1) % repeated, length - 1)];
+    if (column == 0) p.newest[row] = token;
+  }
+  if (token < 0) token = 0;
   p.scratch->x[row][column] = to_float(p.wte[token * kEmbd + column]) +
-                              to_float(p.wpe[int64_t{p.seqlens[row]} * kEmbd + column]);
+                              to_float(p.wpe[int64_t{position_of(p, row)} * kEmbd + column]);
 }
 
 constexpr int kStride = kHeadBlocks * kWarps;        // distance between a warp's groups of rows
@@ -1137,11 +1180,26 @@ __global__ void __launch_bounds__(32 * kBatch) choose(const StepParams p) {
   }
 #pragma unroll
   for (int width = 16; width > 0; width /= 2) best.see_lane(width);
+  const int64_t token = best.value - best.value == 0.0f ? best.row : -1;
+  if constexpr (kGuesses) {
+    __shared__ int64_t s_chosen[kBatch];
+    if (lane == 0) s_chosen[row] = token;
+    __syncthreads();
+    if (row > 0) return;
+    const bool is_right = lane < kBatch - 1 && p.newest[lane + 1] == s_chosen[lane];
+    const int count = __ffs(~__ballot_sync(kWarp, is_right));  // right guesses, and the next token
+    if (lane != 0) return;
+    const int64_t at = p.lengths[0];
+    for (int i = 0; i < count; ++i) p.tokens[at + i] = s_chosen[i];
+    p.newest[0] = s_chosen[count - 1];
+    p.seqlens[0] += count;
+    p.lengths[0] = at + count;
+    return;
+  }
   if (lane != 0) return;
   if (kIsOneKernel) p.scratch->epoch += 1;
   p.seqlens[row] += 1;
   if (!p.is_greedy) return;
-  const int64_t token = best.value - best.value == 0.0f ? best.row : -1;
   const int64_t at = p.lengths[row];
   p.newest[row] = token;
   p.tokens[row * p.capacity + at] = token;

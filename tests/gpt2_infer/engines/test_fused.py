@@ -69,6 +69,7 @@ def step_of(
     *,
     columns_kb: int | None = None,
     portable: bool = False,
+    has_guesses: bool = False,
 ) -> Step:
     """Return the step; a GPU compiles the portable one from the PTX of compute_80.
 
@@ -81,7 +82,7 @@ def step_of(
         shape = fused.shape_on(model, batch)
         shape = dataclasses.replace(shape, shared_bytes=min(shape.shared_bytes, shared_kb * 1024))
         arch = "compute_80" if portable else None
-    shape = dataclasses.replace(shape, is_portable=portable)
+    shape = dataclasses.replace(shape, is_portable=portable, has_guesses=has_guesses)
     if columns_kb:
         divided = dataclasses.replace(shape, shared_bytes=columns_kb * 1024)
         vars(shape)["products"] = divided.products

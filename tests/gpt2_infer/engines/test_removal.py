@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections import Counter
 
@@ -13,9 +14,10 @@ from tests import removal
 from tests.conftest import ROOT, needs_compiler
 from tests.gpt2_infer.engines import test_fused
 from tests.gpt2_infer.engines.common import random_model
+from tests.gpt2_infer.engines.test_speculative import check_guesses
 
 # The step's shapes: a chain of kernels for one row, for two and for eight; without early launches;
-# through a ring; one kernel.
+# through a ring; one kernel. And a pass with guesses.
 SHAPES = [
     (test_fused.CONFIG, torch.float32, [127], test_fused.EARLY),
     (test_fused.LONG, torch.float32, [3, 255], {}),
@@ -35,7 +37,10 @@ attention_runs = functools.cache(removal.attention_runs)
 
 @functools.cache
 def step_run(shape: int) -> removal.Run:
-    """Return a comparison of two steps with float64."""
+    """Return a comparison of two steps with float64, or of a pass with guesses and plain steps."""
+    if shape == len(SHAPES):
+        model = random_model(dataclasses.replace(test_fused.LONG, tie_word_embeddings=False))
+        return functools.partial(check_guesses, model, 254, guesses=3, right=2)
     config, dtype, lengths, how = SHAPES[shape]
     model = random_model(config, dtype)
     exact, tolerance = copy.deepcopy(model).double(), 2e-4 if dtype == torch.float32 else 0.1
@@ -54,7 +59,7 @@ def notice(monkeypatch, request):
             removal.use_droppable_step(monkeypatch)
             if build:
                 request.getfixturevalue("race_checked")
-            shapes = range(5, 6) if file == removal.LAYERS else range(5)
+            shapes = [5] if file == removal.LAYERS else [0, 1, 2, 3, 4, len(SHAPES)]
             sources, runs = removal.STEP, [step_run(shape) for shape in shapes]
         names = [(site.file, site.name) for site in removal.sites(sources)]
         return removal.notice(names.index((file, name)), runs, orders)
