@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention_kernels.errors import RejectedTimeError
+from gpt2_infer import perplexity
 from gpt2_infer.bench import models
 from gpt2_infer.bench.limits import read_bandwidth
 from gpt2_infer.bench.record import DecodeCell, Row
@@ -23,6 +24,7 @@ from gpt2_infer.model import GPT2, KVCache
 from gpt2_infer.request import EngineName
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]  # "Hello, I'm a language model,"
+PIECE = 1024  # tokens of a book between the beginnings of two prompts
 Text = tuple[list[list[int]], Mapping[str, float]]
 """The tokens of a text, and the seconds that it took, by metric."""
 
@@ -38,10 +40,9 @@ class Decoding(Subject[DecodeCell]):
     """
 
     warm_up = 0  # contenders() has already run each one twice
-    has_energy = True
 
     def __init__(self, study: DecodeStudy) -> None:
-        self.study, self.rounds = study, study.rounds
+        self.study, self.rounds, self.has_energy = study, study.rounds, study.energy
         self.device = resolve_device(study.device).type
         is_random = DEMO_MODEL not in study.models
         self._load = models.loader(random_weights=is_random, device=self.device)
@@ -51,9 +52,9 @@ class Decoding(Subject[DecodeCell]):
             self._peer = "transformers"
         self.facts = {"baseline": self._peer} if study.peers else {}
         self.cells = [
-            DecodeCell(name, dtype, batch, study.prompt_tokens, count, study.mode)
-            for name, dtype, batch, count in itertools.product(
-                study.models, study.dtypes, study.batch_sizes, study.new_tokens
+            DecodeCell(name, dtype, batch, study.prompt_tokens, count, study.mode, piece)
+            for name, dtype, batch, count, piece in itertools.product(
+                study.models, study.dtypes, study.batch_sizes, study.new_tokens, study.pieces
             )
         ]
 
@@ -89,14 +90,16 @@ class Decoding(Subject[DecodeCell]):
     def _runs(self, model: GPT2, cell: DecodeCell) -> Iterator[tuple[Row, Callable[[], Text]]]:
         """Yield each contender's row, and the function that generates its text."""
         backends: list[str | None] = [*self.study.backends] or [None]
-        combined = itertools.product(self.study.products, backends, self.study.engines)
-        for products, backend, engine in combined:
+        study = self.study
+        combined = itertools.product(study.products, backends, study.engines, study.guesses)
+        for products, backend, engine, guesses in combined:
             precision = {} if products == "ieee-fp32" else {"precision": products}
-            name = ", ".join(filter(None, [backend, engine, *precision.values()]))
+            guessing = f"{guesses} guess{'es' * (guesses > 1)}" if guesses else ""
+            name = ", ".join(filter(None, [backend, engine, guessing, *precision.values()]))
             extra = {"program": "gpt2-infer", **precision}
             ours = model.with_products(products).with_attention(backend)
             row = Row(contender=name, metric="time", unit="s", extra=extra)
-            yield row, functools.partial(_ours, ours, cell, engine)
+            yield row, functools.partial(_ours, ours, cell, engine, guesses, row.extra)
         if self.study.peers:
             peers = [(self._peer, "transformers", _transformers)]
             if cell.mode == "kv-cache" and cell.new_tokens > 1 and self.device == "cuda":
@@ -114,12 +117,18 @@ def _sample(run: Callable[[], Text], expected: list[list[int]] | None) -> Mappin
 
 
 def _prompts(model: GPT2, cell: DecodeCell) -> list[list[int]]:
+    if cell.piece:
+        first = PIECE * cell.piece
+        book = perplexity.read_text(perplexity.HELD_OUT, model, max_tokens=first + PIECE).ids
+        return [book[first : first + cell.prompt_tokens]] * cell.batch
     repeated = itertools.islice(itertools.cycle(PROMPT), cell.prompt_tokens)
     return [[token % model.config.vocab_size for token in repeated]] * cell.batch
 
 
-def _ours(model: GPT2, cell: DecodeCell, engine: EngineName) -> Text:
-    """Generate the text with an engine."""
+def _ours(
+    model: GPT2, cell: DecodeCell, engine: EngineName, guesses: int, extra: dict[str, Any]
+) -> Text:
+    """Generate the text with an engine, and note its passes."""
     if cell.mode == "recompute":
         model.release()
     call = functools.partial(
@@ -130,9 +139,12 @@ def _ours(model: GPT2, cell: DecodeCell, engine: EngineName) -> Text:
         mode=cell.mode,
         ignore_eos=True,
         engine=engine,
+        guesses=guesses,
     )
     found, seconds = models.timed(model.device, call)
     done = found.whole()
+    if done.passes:
+        extra["tokens_per_pass"] = round((cell.new_tokens - 1) / done.passes, 3)
     if cell.mode == "recompute":
         return done.tokens, {"time": seconds, "generation": done.generation_s}
     return done.tokens, {"time": done.generation_s, "call": seconds}

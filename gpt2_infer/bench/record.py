@@ -111,6 +111,8 @@ class DecodeCell(_Cell, frozen=True):
     prompt_tokens: AtLeastOne
     new_tokens: AtLeastOne
     mode: Literal["kv-cache", "recompute"] = "kv-cache"
+    piece: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """The piece of the first held-out book whose beginning is the prompt; 0 for a fixed prompt."""
 
 
 class BatchCell(_Cell, frozen=True):

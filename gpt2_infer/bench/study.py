@@ -146,6 +146,11 @@ class DecodeStudy(Study, kw_only=True, tag="decode"):
     )
     """The first engine's text is the reference for the others."""
     mode: Mode = "kv-cache"
+    guesses: list[Literal[0, 1, 3, 7]] = msgspec.field(default_factory=lambda: [0])
+    """Guesses that a pass may read, each number with every engine; see generate()."""
+    pieces: list[int] = msgspec.field(default_factory=lambda: [0])
+    """Prompts; see DecodeCell."""
+    energy: bool = True
     backends: list[str] = []
     """Attention backends, each with every engine; empty selects the default backend."""
     products: list[ProductsName] = msgspec.field(default_factory=lambda: ["ieee-fp32"])

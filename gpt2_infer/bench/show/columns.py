@@ -71,7 +71,13 @@ def least_and_most(row: Row, line: Entry) -> str:
 BACKEND = Column("backend", first(lambda row: f"`{row.contender}`"))
 CONTENDER = Column("contender", first(lambda row: row.contender))
 DTYPE = Column("dtype", cell("dtype"))
-DECODED = (Column("model", cell("model")), DTYPE, Column("batch", cell("batch")), CONTENDER)
+DECODED = (
+    Column("model", cell("model")),
+    DTYPE,
+    Column("batch", cell("batch")),
+    Column("piece", first(lambda row: row.cell.get("piece") or None)),
+    CONTENDER,
+)
 PRECISION = Column("precision", extra("precision"))
 RATE = Column("tokens/s", of(steps_of, per_second), "{:,.0f}")
 CALL_RATE = Column("tokens/s, whole calls", of(calls_of, per_second), "{:,.0f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, ResultsError, Row
@@ -305,6 +306,14 @@ def _text_differs(row: Row) -> str:
     return "" if row.extra.get("same_text", True) else f"its text differs in {row.cell['model']}"
 
 
+def _times_without_guesses(line: Entry) -> figures.Value:
+    if "tokens_per_pass" not in line.first.extra:
+        return None
+    name = re.sub(", . guess(es)?", "", line.first.contender)
+    plain = next(row for row in line.same_cell if row.contender == name)
+    return plain.median / line.first.median
+
+
 LAYOUTS["decode"] = Layout(
     title=_decode_title,
     remark=_text_differs,
@@ -314,6 +323,8 @@ LAYOUTS["decode"] = Layout(
         columns.RATE,
         Column("least .. most", columns.of(figures.steps_of, columns.least_and_most)),
         columns.CALL_RATE,
+        Column("tokens per pass", columns.extra("tokens_per_pass")),
+        Column("x without guesses", _times_without_guesses, "{:.2f}"),
         Column("vs transformers", _call_ratio),
         columns.ENERGY,
         Column("us per step", columns.of(figures.steps_of, _step_us), "{:.0f}"),

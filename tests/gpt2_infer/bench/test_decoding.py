@@ -64,3 +64,14 @@ def test_another_text_is_noted_and_one_that_changes_fails(monkeypatch):
     ours, peer = decode(engines=["eager"]).of("time")
     assert (ours.status, ours.reason) == ("failed", "its text changes from run to run")
     assert (peer.status, peer.extra["same_text"]) == ("ok", False)
+
+
+def test_the_pieces_of_a_book_are_prompts():
+    file = decode(engines=["eager"], pieces=[1, 3], guesses=[0, 3], prompt_tokens=4)
+    rows = [row for row in file.of("time") if row.extra["program"] == "gpt2-infer"]
+    assert [(row.contender, row.cell["piece"]) for row in rows] == [
+        *(("eager", 1), ("eager, 3 guesses", 1), ("eager", 3), ("eager, 3 guesses", 3))
+    ]
+    plain, guessing = rows[:2]
+    assert plain.samples
+    assert "speculation needs the fused engine" in guessing.reason
