@@ -226,7 +226,7 @@ def _decoder(row: Row) -> str:
 def _worth_title(name: str, file: File, block: Sequence[Row]) -> str:
     lengths = {_mode(row): row.cell.get("seqlen", row.cell.get("max_tokens")) for row in block}
     shown = f"N={lengths.get('alone')} alone, {lengths.get('recompute')} tokens"
-    return f"{file.study['model']}, {shown}; {figures.how(file)}"
+    return f"{file.study['model']}, {shown}; {figures.how(file)}{f' ({name})' if name else ''}"
 
 
 LAYOUTS["worth"] = Layout(
