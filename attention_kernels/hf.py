@@ -63,9 +63,14 @@ def register(*, decode_backend: str | None = None) -> None:
     """
     decoder = registry.get_backend(decode_backend) if decode_backend is not None else None
     for spec in registry.list_backends():
-        mask_type = type(spec.name, (_Mask,), {})
-        AttentionMaskInterface.register(spec.name, functools.partial(_mask, mask_type))
-        AttentionInterface.register(spec.name, functools.partial(_attention, spec, decoder))
+        register_one(spec, decoder)
+
+
+def register_one(spec: BackendSpec, decoder: BackendSpec | None = None) -> None:
+    """Register a backend, which the registry need not have, and the one that decodes for it."""
+    mask_type = type(spec.name, (_Mask,), {})
+    AttentionMaskInterface.register(spec.name, functools.partial(_mask, mask_type))
+    AttentionInterface.register(spec.name, functools.partial(_attention, spec, decoder))
 
 
 _SPECIAL = (

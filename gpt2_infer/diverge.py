@@ -42,7 +42,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention_kernels import BackendSpec
-from attention_kernels.contract import dtype_name
+from attention_kernels.contract import dtype_name, per_query_head
 from attention_kernels.judge.calls import Request as Call
 from attention_kernels.judge.truth import Verdict, error_budget, naive_attention, truth
 from attention_kernels.judge.worker import Runner, open_runner
@@ -52,7 +52,7 @@ from gpt2_infer.engines.base import CPU_LENGTH_STEP, padded_length
 from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation
 from gpt2_infer.linear import without_autocast
-from gpt2_infer.model import GPT2, AttentionChoice, check_backend
+from gpt2_infer.model import GPT2, AttentionChoice, check_backend, function_backend
 from gpt2_infer.request import EngineName, Mode, Request
 from gpt2_infer.sampling import Sampling
 
@@ -344,7 +344,8 @@ def examine(
             opened = (contextlib.closing(open_runner(spec, model.device.type)) for spec in specs)
             runners = [*map(stack.enter_context, opened)]
         layers = _Layers(runners)
-        reference = logits(layers.attention)
+        judge = dataclasses.replace(function_backend(layers.attention), supports_gqa=True)
+        reference = logits(judge)
     naive_error = _distance(naive, reference)
     largest = reference.abs().max().item()
     owns = [logits(spec) for spec in specs]
@@ -455,9 +456,10 @@ class _Layers:
         self.dtype = dtype_name(q.dtype)
         right = truth(q, k, v, softmax_scale, is_causal)
         options = {"softmax_scale": softmax_scale, "is_causal": is_causal}
-        request = Call("attention", [(q, k, v)], **options)
         for runner, places in zip(self.runners, self.places, strict=True):
-            called, spec, layer = runner.call(request), runner.spec, len(places)
+            spec, layer = runner.spec, len(places)
+            heads = (k, v) if spec.supports_gqa else per_query_head(q, k, v)
+            called = runner.call(Call("attention", [(q, *heads)], **options))
             o = called.o[0].to(q.device)
             verdict = right.judge(o, spec.precisions[self.dtype], spec.error_slack)
             if not 0 < verdict.budget < math.inf:

@@ -485,7 +485,7 @@ def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
 def _specs(attention: object, decode_attention: object) -> tuple[BackendSpec | None, ...]:
     """Return both arguments as backends; raises RequestError for a wrong type."""
     if callable(attention):
-        attention = _function_backend(attention)
+        attention = function_backend(attention)
     return _spec("attention", attention), _spec("decode_attention", decode_attention)
 
 
@@ -496,7 +496,7 @@ def _spec(name: str, backend: object) -> BackendSpec | None:
     return spec
 
 
-def _function_backend(function: AttentionFunction) -> BackendSpec:
+def function_backend(function: AttentionFunction) -> BackendSpec:
     """Return a backend that calls the function and has its name."""
     return BackendSpec(
         name=getattr(function, "__name__", type(function).__name__),

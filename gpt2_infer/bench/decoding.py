@@ -44,8 +44,8 @@ class Decoding(Subject[DecodeCell]):
     def __init__(self, study: DecodeStudy) -> None:
         self.study, self.rounds, self.has_energy = study, study.rounds, study.energy
         self.device = resolve_device(study.device).type
-        is_random = DEMO_MODEL not in study.models
-        self._load = models.loader(random_weights=is_random, device=self.device)
+        load = functools.partial(GPT2.from_pretrained, device=self.device)
+        self._load = models.loader(load, random_weights=DEMO_MODEL not in study.models)
         cache = "static cache, compiled" if self.device == "cuda" else "dynamic cache"
         self._peer = f"transformers, {cache if study.mode == 'kv-cache' else 'no cache'}"
         if study.new_tokens == [1]:

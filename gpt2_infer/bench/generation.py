@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from attention_kernels.judge.truth import check_precision
 from attention_kernels.judge.worker import Runner, open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.bench import environment, models, selection
+from gpt2_infer.bench.hf_models import HFModel, load
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, GenerationCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, GenerationStudy, Subject
 from gpt2_infer.checkpoint import resolve_device
@@ -54,7 +55,8 @@ class Texts(Subject[GenerationCell]):
         if "float64" in study.dtypes:
             raise RequestError("text is generated in float32, float16 or bfloat16, not in float64")
         self.cells = sorted(cells, key=lambda cell: cell.dtype)
-        self._load = models.loader(
+        self._load: Callable[..., Any] = models.loader(
+            load,
             random_weights=study.random_weights,
             device=self.device,
             attention=BASELINE,  # a placeholder that supports every dtype
@@ -166,15 +168,13 @@ def _cases(
     return [*cases, DecodeCase(config.head_dim, dtype)] if decodes else cases
 
 
-def _write(model: GPT2, cell: GenerationCell, prompt: Sequence[int]) -> Generation:
+def _write(model: GPT2 | HFModel, cell: GenerationCell, prompt: Sequence[int]) -> Generation:
     """Generate a text."""
-    return generate(
-        model,
-        [[*prompt]] * cell.batch,
-        max_new_tokens=cell.max_tokens - len(prompt),
-        mode=cell.mode,
-        ignore_eos=True,
-    ).whole()
+    prompts, new_tokens = [[*prompt]] * cell.batch, cell.max_tokens - len(prompt)
+    if isinstance(model, HFModel):
+        return model.generate(prompts, new_tokens, cell.mode)
+    how: dict[str, Any] = {"max_new_tokens": new_tokens, "mode": cell.mode, "ignore_eos": True}
+    return generate(model, prompts, **how).whole()
 
 
 def _sample(
@@ -206,4 +206,5 @@ def _free_attention() -> BackendSpec:
         summary="No attention at all: the time of everything else.",
         loader=lambda: Kernels(attention=skip, decode=skip),
         precisions=PLAIN_PRECISIONS,
+        supports_gqa=True,  # without attention, nothing is copied per query head
     )

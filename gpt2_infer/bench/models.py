@@ -15,9 +15,9 @@ from gpt2_infer.model import GPT2
 Result = TypeVar("Result")
 
 
-def loader(**options: Any) -> Callable[..., GPT2]:
-    """Return GPT2.from_pretrained() with these options, which keeps the last model."""
-    return functools.lru_cache(maxsize=1)(functools.partial(GPT2.from_pretrained, **options))
+def loader(load: Callable[..., Result], **options: Any) -> Callable[..., Result]:
+    """Return load() with these options, which keeps the last model."""
+    return functools.lru_cache(maxsize=1)(functools.partial(load, **options))
 
 
 def reference_of(model: GPT2) -> Any:

@@ -29,7 +29,7 @@ from attention_kernels.judge import plugins
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer import diverge
-from gpt2_infer.bench import generation, prediction, record, selection, study
+from gpt2_infer.bench import generation, hf_models, prediction, record, selection, study
 from gpt2_infer.bench.environment import provenance
 from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, KernelCell, Row
 from gpt2_infer.bench.study import DEFAULT_PROMPT, LENGTHS
@@ -65,7 +65,7 @@ class Question:
     selects those of LENGTHS, if the model has as many positions. gpu: the GPU to predict for.
 
     Imports no plug-in. Raises UnknownBackendError, UnavailableBackendError, UnsupportedError,
-    RequestError and the errors of open_checkpoint().
+    RequestError and the errors of find() and open_checkpoint().
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Question:
         self.is_emulated = self.device in spec.emulated_on
         self.model = model or (MEASURED_MODEL if self.is_emulated else DEMO_MODEL)
         self.random_weights = random_weights or (self.is_emulated and model is None)
-        checkpoint = open_checkpoint(self.model, random_weights=self.random_weights)
+        how: dict[str, Any] = {"random_weights": self.random_weights}
+        checkpoint = hf_models.find(self.model, **how) or open_checkpoint(self.model, **how)
         self.config = config = checkpoint.config
         reasons = spec.static_refusals(getattr(torch, dtype), config.head_dim, self.device)
         if spec.version and spec.version.role == "decode":
