@@ -60,10 +60,11 @@ class HFCheckpoint(Checkpoint):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         kind = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
-        with _told(self.folder), torch.random.fork_rng(), torch.device(device):
+        with _told(self.folder), torch.random.fork_rng():
             torch.manual_seed(0)
             if self.random_weights:
-                network = AutoModelForCausalLM.from_config(self.settings, **kind)
+                with torch.device(device):  # from_pretrained() would want accelerate there
+                    network = AutoModelForCausalLM.from_config(self.settings, **kind)
             else:
                 kind |= {"config": self.settings, "local_files_only": True, "use_safetensors": True}
                 kind["output_loading_info"] = True

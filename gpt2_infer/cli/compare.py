@@ -66,7 +66,7 @@ def compare(
         max_tokens: text lengths in tokens, prompt included (default: 32 to 512; on a CPU, to
             64)
         modes: modes (default: recompute)
-        model: hub id, local folder or demo (default: demo)
+        model: hub id, local folder, demo, or a size such as qwen3-0.6b (default: demo)
         random_weights: random weights in the size of --model
         prompt: text to complete (default: "Hello, I'm a language model,")
         seqlens: sequence lengths in tokens (default: 64 to 4096; on a CPU, to 512)

@@ -43,7 +43,8 @@ def worth(
         name: backend name or version file, *.cu
         entry: how to call a file that is not a version file, in C++: 'attn(q, k, v, o, B, N, H, D,
             scale)'; header fields may follow, as in 'attn<<<N, 128>>>(q, k, v, o) | Tensors: BHND'
-        model: hub id, local folder or demo (default: demo; for predictions, GPT-2 small)
+        model: hub id, local folder, demo, or a size such as qwen3-0.6b (default: demo; for
+            predictions, GPT-2 small)
         random_weights: random weights in the size of --model
         device: cuda, cuda:1 or the like, or cpu (default: cuda if it runs there, else
             cpu)

@@ -17,6 +17,7 @@ from gpt2_infer.bench.show.figures import main_rows
 from gpt2_infer.bench.study import GenerationStudy, run
 from gpt2_infer.checkpoint import DEMO_MODEL, open_checkpoint
 from gpt2_infer.errors import RequestError, WeightsError
+from tests.conftest import on_every_device
 from tests.gpt2_infer.bench.common import TWO, add, by_name
 
 TINY = {
@@ -36,7 +37,7 @@ CONFIGS = {
 PROMPT = [7, 1, 5, 3, 2, 9]
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def folder(request, tmp_path):
     """A folder with a random model whose text is not one repeated token, and its tokenizer."""
     torch.manual_seed(0)
@@ -54,12 +55,13 @@ def folder(request, tmp_path):
 
 def compare(folder, *names, **settings):
     settings = {"max_tokens": [14], "prompt": PROMPT, "rounds": 2, "examine": True} | settings
-    return run(GenerationStudy(model=str(folder), backends=[*names], device="cpu", **settings))
+    return run(GenerationStudy(model=str(folder), backends=[*names], **settings))
 
 
+@on_every_device
 @pytest.mark.parametrize("mode", ["recompute", "kv-cache"])
-def test_texts_are_those_of_transformers_own_attention(folder, mode):
-    results = compare(folder, *TWO, modes=[mode], batch_sizes=[2], dtypes=["float32"])
+def test_texts_are_those_of_transformers_own_attention(folder, mode, device):
+    results = compare(folder, *TWO, modes=[mode], batch_sizes=[2], device=device)
     rows = main_rows(results)
     assert [row.contender for row in rows] == [*TWO, FREE_ATTENTION]
     assert all(len(row.samples) == 2 for row in rows)
@@ -68,9 +70,8 @@ def test_texts_are_those_of_transformers_own_attention(folder, mode):
     assert math.extra["diverges"] == "equal"
     assert 0 < math.extra["logits_difference"] < 1e-4
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    model = hf_models.load(
-        str(folder), random_weights=False, device="cpu", dtype="float32", attention=TWO[0]
-    )
+    options = {"device": device, "dtype": "float32", "attention": TWO[0]}
+    model = hf_models.load(str(folder), random_weights=False, **options)
     ours = model.generate([PROMPT], 8, mode).tokens[0]
     assert len({*ours}) > 4
     with torch.no_grad():
@@ -85,7 +86,7 @@ def test_a_kernel_that_confuses_grouped_heads_is_caught(folder, clean_registry):
 
     add("CONFUSED", confused, supports_gqa=True)
     add("WITHOUT_GROUPS", naive_attention)
-    found = by_name(compare(folder, "CONFUSED", "WITHOUT_GROUPS"))
+    found = by_name(compare(folder, "CONFUSED", "WITHOUT_GROUPS", device="cpu"))
     assert found["CONFUSED"].reason.startswith("bug in B: the first layer over its budget: layer 0")
     assert found["WITHOUT_GROUPS"].extra["diverges"] == "equal"
 
