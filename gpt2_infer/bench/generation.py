@@ -170,11 +170,10 @@ def _cases(
 
 def _write(model: GPT2 | HFModel, cell: GenerationCell, prompt: Sequence[int]) -> Generation:
     """Generate a text."""
-    prompts, new_tokens = [[*prompt]] * cell.batch, cell.max_tokens - len(prompt)
+    rows, count = [[*prompt]] * cell.batch, cell.max_tokens - len(prompt)
     if isinstance(model, HFModel):
-        return model.generate(prompts, new_tokens, cell.mode)
-    how: dict[str, Any] = {"max_new_tokens": new_tokens, "mode": cell.mode, "ignore_eos": True}
-    return generate(model, prompts, **how).whole()
+        return model.generate(rows, count, cell.mode)
+    return generate(model, rows, max_new_tokens=count, mode=cell.mode, ignore_eos=True).whole()
 
 
 def _sample(

@@ -38,7 +38,6 @@ model_type hidden_size intermediate_size num_hidden_layers num_attention_heads n
 head_dim vocab_size max_position_embeddings tie_word_embeddings
 """
 _SIZES = {
-    "tinyllama-1.1b": ("llama", 2048, 5632, 22, 32, 4, 64, 32000, 2048, False),
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 64, 128256, 131072, True),
     "qwen2.5-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 64, 151936, 32768, True),
     "qwen3-0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, 40960, True),

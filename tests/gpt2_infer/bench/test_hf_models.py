@@ -107,7 +107,6 @@ def test_what_a_kernel_is_worth_in_every_mode(folder):
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("TinyLlama/TinyLlama-1.1B", 1_100_048_384),
         ("meta-llama/Llama-3.2-1B", 1_235_814_400),
         ("Qwen/Qwen2.5-0.5B", 494_032_768),
         ("qwen3-0.6b", 596_049_920),
