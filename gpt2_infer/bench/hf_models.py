@@ -171,4 +171,4 @@ def _told(model: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise WeightsError(f"{model} cannot be loaded: {describe(error)}") from error
+        raise WeightsError(f"{model} cannot be loaded: {describe(error)[:200]}") from error
