@@ -104,6 +104,8 @@ class Question:
             max_tokens or min(config.n_positions, max(lengths[of]))
             for of in ("max_tokens", "seqlens")
         )
+        if isinstance(checkpoint, hf_models.HFCheckpoint) and not max_tokens:
+            self.tokens = min(self.tokens, 128)  # transformers' loop takes milliseconds per token
         generation.check_length(self.tokens, self.prompt, config)
         self.cell = KernelCell(self.longest, 1, config.n_head, config.head_dim, dtype=dtype)
 
