@@ -13,16 +13,17 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from attention_kernels import ladder
-from attention_kernels.judge.inputs import Case
+from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import KERNEL_ERRORS, run_case
 from attention_kernels.ladder import header
+from attention_kernels.ladder.entry import slot_kernel
 from gpt2_infer.engines import fused
 from gpt2_infer.product import CSRC
 from tests.conftest import version_file
@@ -34,9 +35,11 @@ else:
 
 VARIABLE = "ATTENTION_REMOVED_SITE"
 KEPT = (
+    "#ifndef KEPT\n#define KEPT\n"
     'extern "C" char* getenv(const char*) noexcept; extern "C" int atoi(const char*) noexcept; '
     "inline bool kept_site(int site) { "
     f'const char* removed = getenv("{VARIABLE}"); return !removed || atoi(removed) != site; }}'
+    "\n#endif"
 )
 # Functions of CUDA, ptx.cuh, tma.cuh and wgmma.cuh that order something, the kernels' own that
 # do nothing else, and the conditions of loops that wait. A shuffle or a vote is an operation.
@@ -54,6 +57,10 @@ VERSIONS = {
     file.name: {file.name: file.read_text("utf-8")}
     for file in sorted((header.CSRC / "fp32").glob("v*.cu"))
     if file.name >= "v28"
+}
+SLOT = {
+    name: (header.CSRC / "slot" / name).read_text("utf-8")
+    for name in ("v01_plain.cuh", "v03_early_loads.cuh", "decode_kernel.cuh")
 }
 TABLE = tomllib.loads((Path(__file__).with_name("removals.toml")).read_text("utf-8"))
 Run = Callable[[], object]
@@ -102,9 +109,10 @@ def droppable(sources: Mapping[str, str]) -> dict[str, str]:
         else:
             call = f"({kept} ? (void)({call}) : (void)0)"
         changed[site.file] = text[: site.start] + call + text[site.end :]
-    first = next(iter(sources))
-    changed[first] = changed[first].replace("\n\nnamespace", f"\n{KEPT}\nnamespace", 1)
-    return changed
+    return {
+        file: text.replace("\n\nnamespace", f"\n{KEPT}\nnamespace", 1)
+        for file, text in changed.items()
+    }
 
 
 def use_droppable_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +149,22 @@ def attention_runs(file: str, build: str) -> list[Run]:
     return [functools.partial(run, *how) for how in itertools.product((True, False), counts)]
 
 
+def slot_runs(build: str) -> list[Run]:
+    """Return calls of the droppable copies of slots' files, in the kernel that calls them."""
+    *files, called = (version_file(name, text) for name, text in droppable(SLOT).items())
+
+    def run(version: header.VersionHeader) -> None:
+        text = version.path.read_text("utf-8").replace("slot/decode_kernel.cuh", str(called))
+        version = replace(version, path=version_file("slot.cu", text), dtypes=("float32",))
+        version = header.race_checked(version) if build else version
+        spec = ladder.backend(f"TEST_{version.op.upper()}", "test", version)
+        verdict = run_case(spec, DecodeCase(64, lengths=(1, 300), max_seqlen=300), "cpu")
+        assert verdict.passed, verdict
+
+    kernels = (slot_kernel(header.of_file(file), file.parent) for file in files)
+    return [functools.partial(run, kernel) for kernel in kernels]
+
+
 def notice(number: int, runs: Sequence[Run], orders: Sequence[str] = ("",)) -> str:
     """Return what is noticed first without a site, in any of some orders; "" if nothing."""
     for order, run in itertools.product(orders, runs):
@@ -157,7 +181,7 @@ def notice(number: int, runs: Sequence[Run], orders: Sequence[str] = ("",)) -> s
 
 def rows(key: str) -> list[tuple[str, str, str]]:
     """Return a table of removals.toml: the file, the site, and what is said of it."""
-    names = {file.partition("_")[0]: file for file in (*VERSIONS, *STEP)}
+    names = {file.partition("_")[0]: file for file in (*VERSIONS, *STEP, *SLOT)}
     return [
         (names[version], name, said)
         for versions, name, said in TABLE[key]

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from attention_kernels.errors import AttentionError
 from attention_kernels.precision import MOST_ERROR_SLACK, PLAIN_PRECISIONS, PRECISIONS
@@ -21,7 +22,7 @@ FIELDS = {
     "Layout": "contiguous",
     "Role": "attention",
     "Takes": "float32",
-    **{"Entry": "", "Tensors": "BNHD", "Only": ""},
+    **{"Entry": "", "Tensors": "BNHD", "Only": "", "Shared": ""},
     **dict.fromkeys(("Needs", "Precision"), ""),
     "Error": "1x: as its precision class",
     "Flags": "(none)",
@@ -103,10 +104,16 @@ class VersionHeader:
     """The dimensions of the tensors that an entry takes; with 3, those of one tensor of q, k, v."""
     only: str = ""
     """The condition in C++ for the calls that an entry takes."""
+    shared: str = ""
+    """The formula of a slot's shared memory in bytes, given the head_dim D."""
+    slot: Path | None = None
+    """The file, *.cuh, of the fused step's attention that this decode kernel calls."""
 
     @property
     def listing(self) -> Path:
-        """The file with the kernel's lines: this one, or the first *.cu that an entry adapts."""
+        """The file with the kernel's lines: this one, a slot's, or an entry's first *.cu."""
+        if self.slot:
+            return self.slot
         text = self.path.read_text("utf-8", "replace") if self.entry else ""
         found = re.search(r'^\s*#\s*include\s*"([^"\n]+\.cu)"', text, re.M)
         return self.path.parent / found[1] if found else self.path
@@ -139,7 +146,15 @@ class VersionHeader:
         A condition in it that is not a formula of these names counts as true.
         """
         parts = (split(part, "&&")[0] for part in split(self.only, "||")[0])
-        return any(all(_holds(one, names) for one in part) for part in parts)
+        return any(all(_value(one, names, True) for one in part) for part in parts)
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Return the shared memory of a slot; raises HeaderError."""
+        found = _value(self.shared or "?", {"D": head_dim}, None)
+        if not isinstance(found, int):
+            must = "must be bytes, a formula of the head_dim D such as `32 * (D + 2)`"
+            raise HeaderError(f"{self.path.name}: Shared {must}, not {self.shared!r}")
+        return found
 
     def compiles_for(self, arch: str) -> bool:
         """Return whether a compute capability, e.g. "75", has the instructions it needs."""
@@ -155,20 +170,20 @@ class VersionHeader:
         return [replace(self, op=f"{self.op}_{dtype}", dtypes=(dtype,)) for dtype in self.dtypes]
 
 
-def _holds(condition: str, names: Mapping[str, float]) -> bool:
-    """Return whether a condition in C++ holds; one with more in it than _FORMULA counts as true."""
+def _value(formula: str, names: Mapping[str, float], other: Any) -> Any:
+    """Return the value of a formula in C++, or `other` if it has more in it than _FORMULA."""
     words = {"&&": " and ", "||": " or ", "!": " not "}
-    text = re.sub(r"&&|\|\||!(?!=)", lambda found: words[found[0]], condition or "1").strip()
+    text = re.sub(r"&&|\|\||!(?!=)", lambda found: words[found[0]], formula or "1").strip()
     try:
         tree = ast.parse(text, mode="eval")
         # The file is a stranger's, and this process may be the judge's.
         nodes = [*ast.walk(tree)]
         numbers = {type(node.value) for node in nodes if isinstance(node, ast.Constant)}
         if numbers <= {int, float} and all(isinstance(node, _FORMULA) for node in nodes):
-            return bool(eval(compile(tree, "Only", "eval"), {"__builtins__": {}}, {**names}))
+            return eval(compile(tree, "header", "eval"), {"__builtins__": {}}, {**names})
     except (SyntaxError, NameError, ArithmeticError, ValueError):
         pass
-    return True
+    return other
 
 
 def version_files(folder: Path) -> list[Path]:
@@ -278,6 +293,7 @@ def _parse(path: Path, op_prefix: str) -> VersionHeader:
         needs_exactly=needs[3] == "a",
         precision=precision or None,
         error_slack=float(slack[1]),
+        slot=None,
         **prose,
     )
 

@@ -25,11 +25,12 @@ from torch import Tensor
 from attention_kernels import registry
 from attention_kernels.contract import Kernels
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
-from attention_kernels.ladder import build, compilers, header, prebuilt
+from attention_kernels.ladder import build, compilers, entry, header, prebuilt
 from attention_kernels.ladder.compilers import TARGETS, BuildError
 from attention_kernels.ladder.header import HeaderError, VersionHeader
 from attention_kernels.registry import BackendSpec, untraced
 
+FILES = (".cu", ".cuh")
 SCHEMAS = {
     "attention": "(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor",
     "decode": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seqlens, float softmax_scale) "
@@ -75,20 +76,22 @@ def register_ladder(
 
 
 def resolve(what: str) -> BackendSpec:
-    """Return the backend of that name, or of a version file, *.cu, outside the ladders.
+    """Return the backend of that name, of a version file, *.cu, outside the ladders, or of a slot.
 
-    The backend of a file is named after the file. Raises UnknownBackendError, or HeaderError if the
-    file is not a valid version.
+    The backend of a file is named after the file. A slot's, *.cuh, decodes: see csrc/slot/slot.cuh.
+    Raises UnknownBackendError, OSError, or HeaderError if the file is not a valid version.
     """
-    if not (isinstance(what, str) and what.endswith(".cu")):
+    if not (isinstance(what, str) and what.endswith(FILES)):
         return registry.get_backend(what)
     version = header.of_file(Path(what))
+    if what.endswith(".cuh"):
+        version = entry.slot_kernel(version, build.cache_dir())
     return backend(version.label.upper(), "file", version)
 
 
 def known(what: str) -> BackendSpec | None:
     """Return a backend or a version file's; None if only a plug-in can have that name."""
-    return resolve(what) if what.endswith(".cu") else registry.registered(what)
+    return resolve(what) if what.endswith(FILES) else registry.registered(what)
 
 
 def resolve_all(whats: Iterable[str]) -> list[BackendSpec]:
@@ -269,7 +272,7 @@ class _Ops:
         try:
             return _registered(self.builds[q.dtype])(q, *others)  # type: ignore[no-any-return]
         except RuntimeError as error:
-            raise self.fault(error) from error
+            raise fault(self.name, error) from error
 
     def refusals(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[str]:
         """Return the op's own reasons to refuse a call of attention."""
@@ -287,15 +290,16 @@ class _Ops:
                 reasons += error.reasons
         return list(dict.fromkeys(reasons))
 
-    def fault(self, error: RuntimeError) -> Exception:
-        """Return the error to raise for an error from binding.cpp: a refusal or a failed kernel."""
-        if isinstance(error, torch.OutOfMemoryError):
-            return error
-        error.args = (_with_line(str(error)),)
-        message = re.sub(r"^attention_kernels::\w+: ", "", str(error).splitlines()[0])
-        if message.startswith("refuses: "):
-            return UnsupportedError(self.name, message.removeprefix("refuses: ").split("; "))
-        return KernelError(self.name, f"failed: {message}")
+
+def fault(name: str, error: RuntimeError) -> Exception:
+    """Return the error to raise for an error from binding.cpp: a refusal or a failed kernel."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return error
+    error.args = (_with_line(str(error)),)
+    message = re.sub(r"^attention_kernels::\w+: ", "", str(error).splitlines()[0])
+    if message.startswith("refuses: "):
+        return UnsupportedError(name, message.removeprefix("refuses: ").split("; "))
+    return KernelError(name, f"failed: {message}")
 
 
 def load_op(

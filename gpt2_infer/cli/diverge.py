@@ -22,6 +22,7 @@ def diverge(
     prompt: str = DEFAULT_PROMPT,
     max_new_tokens: Count = 64,
     kv_cache: bool = False,
+    decode_backend: str | None = None,
     model: Annotated[Model, Parameter(name="*", group="Model")] = Model(),
     live: Annotated[bool, HIDDEN] = False,
 ) -> Divergence:
@@ -37,6 +38,7 @@ def diverge(
         prompt: text to complete
         max_new_tokens: maximum number of new tokens
         kv_cache: generate with a KV cache
+        decode_backend: attention of two engines with --kv-cache, such as a slot's file, *.cuh
         model: the model
         live: show progress
     """
@@ -48,7 +50,9 @@ def diverge(
     second: str | BackendSpec = b
     if not {a, b} & {*get_args(EngineName)}:
         first, second = ladder.resolve_all([a, b])
-    loaded, checked = model.load({"prompts": [prompt], "max_new_tokens": max_new_tokens})
+    loaded, checked = model.load(
+        {"prompts": [prompt], "max_new_tokens": max_new_tokens}, decode_attention=decode_backend
+    )
     return find(
         loaded,
         first,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from gpt2_infer.engines.base import Engine, key_of, room
 from gpt2_infer.engines.cached import Cached
-from gpt2_infer.engines.cpu_step import FusedOnCPU
-from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused
+from gpt2_infer.engines.cpu_step import Emulated, FusedOnCPU
+from gpt2_infer.engines.fused import DECODE_ATTENTION, Fused, slot_of
 from gpt2_infer.engines.recompute import Recompute
 from gpt2_infer.engines.speculative import Speculative
 from gpt2_infer.errors import RequestError
@@ -48,7 +48,7 @@ def lend_engine(model: GPT2, request: Request) -> tuple[Engine, Callable[[], Non
 
 
 def _make(model: GPT2, request: Request, kind: type[Engine], name: EngineName) -> Engine:
-    if kind is Cached:
+    if kind is Cached or slot_of(model):
         model.check_backends(decode=True)  # fail now, not after a long prefill
     return kind(model, request, name)
 
@@ -71,4 +71,6 @@ def _kind(model: GPT2, request: Request, name: EngineName) -> type[Engine]:
         return Cached
     if request.guesses:
         return Speculative
-    return FusedOnCPU if model.device.type == "cpu" else Fused
+    if model.device.type != "cpu":
+        return Fused
+    return Emulated if slot_of(model) else FusedOnCPU

@@ -17,7 +17,7 @@ from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.op import c_struct, load_op
-from gpt2_infer.engines.fused import Fused, State, request_refusals
+from gpt2_infer.engines.fused import Fused, State, request_refusals, shape_on
 from gpt2_infer.linear import Linear
 from gpt2_infer.model import GPT2, Block
 from gpt2_infer.request import EngineName, Request
@@ -66,6 +66,22 @@ class FusedOnCPU(Fused):
         """Collect the addresses of the weights."""
         state = State(self.cache, self.newest, self.tokens, self.lengths)
         self.fused_step = CPUStep(self.model, state, self.sampling.is_greedy)
+
+
+class Emulated(FusedOnCPU):
+    """Decodes in the kernels for a GPU, in the emulator: so a slot's file is judged in the step."""
+
+    padded_rows = staticmethod(Fused.padded_rows)
+    prepare_decode = Fused.prepare_decode
+
+    @classmethod
+    def refusals(cls, model: GPT2, request: Request, name: EngineName) -> list[str]:
+        """Return all reasons why the engine cannot run a request."""
+        if request.engine != name:
+            return ["it is emulated"]
+        reasons = super(FusedOnCPU, cls).refusals(model, request, name)
+        _, *others = reasons  # it needs a CUDA device
+        return others or shape_on(model, cls.most_rows(request)).refusals
 
 
 # ---- The code's view of a model -----------------------------------------------------------------

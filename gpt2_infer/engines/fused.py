@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Mapping
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
@@ -19,17 +20,20 @@ import torch
 from torch import Tensor
 
 from attention_kernels.contract import dtype_name
-from attention_kernels.ladder import header
-from attention_kernels.ladder.op import c_struct, load_op
+from attention_kernels.ladder import build, entry, header
+from attention_kernels.ladder.header import VersionHeader
+from attention_kernels.ladder.op import c_struct, fault, load_op
 from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.base import kernel_refusals, weights_by_rows
 from gpt2_infer.engines.cached import Cached
 from gpt2_infer.engines.recompute import Forward
 from gpt2_infer.model import GPT2, KVCache
+from gpt2_infer.product import count_multiprocessors
 from gpt2_infer.request import EngineName, Request
 
 DECODE_ATTENTION = "FUSED"
 SOURCE = Path(__file__).parent / "csrc" / "v02_early_launches.cu"
+SLOT = header.CSRC / "slot" / "v03_early_loads.cuh"  # attention, unless another is named
 DTYPES = ("float32", "float16", "bfloat16")  # those that v02_early_launches.cu takes
 MAX_BATCH = 8
 SPLIT = 128  # keys per split of attention
@@ -62,9 +66,15 @@ def request_refusals(model: GPT2, request: Request) -> list[str]:
     reasons = []
     if len(request.rows) > MAX_BATCH:
         reasons.append(f"a batch of {len(request.rows)} (it takes up to {MAX_BATCH})")
-    if model.decodes_with_named_backend:
+    if model.decodes_with_named_backend and not slot_of(model):
         reasons.append(f"decoding with the named backend {model.decode_attention.name}")
     return reasons
+
+
+def slot_of(model: GPT2) -> VersionHeader | None:
+    """Return the backend that decodes if the user named a slot's file, *.cuh."""
+    version = model.decode_attention.version
+    return version if version and version.slot else None
 
 
 @dataclass(frozen=True)
@@ -114,8 +124,8 @@ class Fused(Cached):
         return power_of_two(len(request.rows))
 
     def backend(self, step: int) -> str:
-        """Return the name of the attention that a step uses: after the prompt, no backend's."""
-        return DECODE_ATTENTION if step else super().backend(step)
+        """Return the name of the attention that a step uses: after the prompt, a slot's or none."""
+        return DECODE_ATTENTION if step and not slot_of(self.model) else super().backend(step)
 
     @staticmethod
     def padded_rows(request: Request) -> list[list[int]]:
@@ -217,6 +227,8 @@ class StepShape:
     """Clusters of RANKS blocks for which the GPU has enough multiprocessors."""
     has_guesses: bool = False
     """Whether all rows of the batch but the first are guesses of its next tokens."""
+    slot: VersionHeader | None = None
+    """The decode kernel of the slot's file that computes attention, instead of SLOT."""
 
     @functools.cached_property
     def products(self) -> Mapping[str, BlockedMatrix]:
@@ -261,7 +273,7 @@ class StepShape:
         size = self.dtype.itemsize
         units = -(-3 * head_dim // qkv.block_columns // RANKS)  # of q, k and v per block
         region = max(units * qkv.block_bytes(self.dtype), size * hidden * width // RANKS)
-        partials = 4 * (head_dim + 2) * (8 + RANKS)
+        partials = self.slot_bytes + 4 * (head_dim + 2) * RANKS
         vectors = 4 * (width + head_dim) + size * (3 * head_dim + hidden)
         sums = 4 * 8 * max(units * qkv.block_columns, hidden // RANKS)
         other = max(x_bytes(width, self.dtype, 1), partials) + vectors + sums + 512
@@ -324,10 +336,18 @@ class StepShape:
                 f"a block of {name} needs {-(-most // 1024)} KB of shared memory, and this device "
                 f"has {self.shared_bytes // 1024} KB"
             )
-        partials = 8 + self.max_splits  # partial results of attention: its warps', the splits'
-        if 4 * (self.config.head_dim + 2) * partials > MAX_STATIC_BYTES:
-            reasons.append(f"a context of {self.config.n_positions} tokens")
+        partials = 4 * (self.config.head_dim + 2) * self.max_splits
+        if self.slot_bytes + partials > MAX_STATIC_BYTES:
+            reasons.append(
+                f"a context of {self.config.n_positions} tokens with attention that needs "
+                f"{self.slot_bytes} bytes of shared memory"
+            )
         return reasons
+
+    @functools.cached_property
+    def slot_bytes(self) -> int:
+        """The shared memory of attention in a block, without the splits' partials."""
+        return (self.slot or header.of_file(SLOT)).shared_bytes(self.config.head_dim)
 
     @property
     def max_splits(self) -> int:
@@ -343,7 +363,7 @@ class StepShape:
         words = 2 * width * (2 * heads if self.is_one_kernel else 1)
         return self.batch * row + words + 3 * 4  # padding to 16 bytes, and the epoch
 
-    def version(self) -> header.VersionHeader:
+    def version(self) -> VersionHeader:
         """Return the kernels' header, with the shape as macros and its own op name."""
         config = self.config
         macros = {
@@ -358,16 +378,22 @@ class StepShape:
             "PORTABLE": int(self.is_portable),
             "ONE_KERNEL": int(self.is_one_kernel),
             "GUESSES": int(self.has_guesses),
+            "SLOT_BYTES": self.slot_bytes,
         }
         for name, product in self.products.items():
             macros |= {f"{name}_COLUMNS": product.block_columns, f"{name}_WARPS": product.warps}
-        parsed = header.parse_header(SOURCE, "fused_step_")
+        parsed, slot = header.parse_header(SOURCE, "fused_step_"), self.slot
         flags = (*parsed.flags, *(f"-DSTEP_{name}={value}" for name, value in macros.items()))
-        dtypes = (dtype_name(self.dtype),)
-        digest = hashlib.sha256(repr((dtypes, flags)).encode()).hexdigest()[:12]
+        dtypes, path = (dtype_name(self.dtype),), parsed.path
         needs = PORTABLE if self.is_portable else EARLY
-        op = f"{parsed.op}_{digest}"
-        return replace(parsed, flags=flags, dtypes=dtypes, op=op, needs=needs)
+        if slot and slot.slot:
+            after = f"#include {json.dumps(str(path))}\n"
+            path = entry.including(slot.slot, build.cache_dir(), after=after)
+            flags, needs = (*flags, *slot.flags), max(needs, slot.needs or needs)
+        digest = hashlib.sha256(repr((dtypes, flags, slot and path)).encode()).hexdigest()[:12]
+        op, exactly = f"{parsed.op}_{digest}", slot is not None and slot.needs_exactly
+        built = replace(parsed, path=path, flags=flags, dtypes=dtypes, op=op)
+        return replace(built, needs=needs, needs_exactly=exactly)
 
 
 StepParams = c_struct(
@@ -405,14 +431,24 @@ def _pack(model: GPT2, shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
 def shape_on(model: GPT2, batch: int) -> StepShape:
     """Return the shape that the kernels are compiled for on a model's GPU.
 
-    It is the portable shape where the other does not run or does not fit.
+    It is the portable shape where the other does not run or does not fit. On a CPU it is the
+    chain's, and the emulator, which runs it with a slot's file, looks for races.
     """
+    slot = slot_of(model)
+    if model.device.type == "cpu":
+        blocks = count_multiprocessors(model.device)
+        slot = slot and header.race_checked(slot)
+        return StepShape(
+            model.config, model.dtype, batch, blocks, 227 * 1024, clusters=0, slot=slot
+        )
     properties = torch.cuda.get_device_properties(model.device)
     # torch's stubs lack this field.
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     blocks = properties.multi_processor_count
     clusters = blocks // RANKS
-    shape = StepShape(model.config, model.dtype, batch, blocks, shared, clusters=clusters)
+    shape = StepShape(
+        model.config, model.dtype, batch, blocks, shared, clusters=clusters, slot=slot
+    )
     is_early = torch.cuda.get_device_capability(model.device) >= EARLY
     return shape if is_early and not shape.refusals else replace(shape, is_portable=True)
 
@@ -469,6 +505,7 @@ class Step:
             self._op(self.logits, self._bytes)
         except RuntimeError as error:
             if not self._shape.is_one_kernel or TOO_LARGE not in str(error):
-                raise
+                slot = self._shape.slot
+                raise fault(slot.label.upper() if slot else DECODE_ATTENTION, error) from error
             self._build(replace(self._shape, clusters=0))
-            self._op(self.logits, self._bytes)
+            self()

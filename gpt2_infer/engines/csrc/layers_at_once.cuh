@@ -20,6 +20,7 @@
 // who has received all of a layer's knows that the others have read what they needed before. Parts
 // of another layer follow those in between, which need all clusters.
 
+constexpr int kAttendWarps = slot::kWarps;
 constexpr int kRanks = 8;  // blocks of a cluster
 constexpr int kRankColumns = kEmbd / kRanks;
 constexpr int kClusterHidden = kInner / kHeads, kRankHidden = kClusterHidden / kRanks;
@@ -61,8 +62,8 @@ struct LayersShared {
     // After a layer. Blocks without columns of q, k and v are not sent it: nobody waits for them
     // before sending splits, which it could then overwrite.
     float x_next[kEmbd];
-    struct {
-      Partial warps[kAttendWarps], splits[kRanks];
+    struct : AttentionShared {
+      Partial splits[kRanks];
     } attention;
   };
   alignas(16) float x_sum[kEmbd];  // after attention
@@ -315,8 +316,9 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
           vectors.fc_bias[(head * kRanks + rank) * kRankHidden + i * kFcColumns + t % kFcColumns];
     const float proj_bias = vectors.proj_bias[column], previous_fc2_bias = fc2_bias;
     fc2_bias = vectors.fc2_bias[column];
-    KeysOfThread mine(p, layer, 0, head, newest);
-    mine.load(rank);
+    Attention attention{slot::Cache{cache_of(p, layer, 0, 0, head), cache_of(p, layer, 1, 0, head),
+                                    kHeadDim, kHeadDim, newest}};
+    attention.load(rank);
     const int tile = 3 * layer;
     // q, k and v
     if (layer > 0) {
@@ -371,23 +373,18 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
     await(kHeadsQkv, layer);
 
     // Attention
-    auto& [warps, splits] = shared.attention;
+    auto& splits = shared.attention.splits;
     if (rank * kSplit <= newest) {
-      float q[kPerChunk];
-#pragma unroll
-      for (int i = 0; i < kPerChunk; ++i) q[i] = shared.q[mine.column() + i];
-      const auto newest_of = [&](int matrix) {
-        return *reinterpret_cast<const uint4*>(&shared.newest[matrix][mine.column()]);
-      };
-      const WarpResult result(std::integral_constant<int, 0>{}, q, mine, rank, scale_of(p, layer),
-                              newest_of(0), newest_of(1));
-      result.store(warps[warp]);
+      const auto query =
+          attention.receive(slot::Token<true>{shared.q, shared.newest[0], shared.newest[1]});
+      const auto result = attention.attend_to(query, scale_of(p, layer), rank, 0, shared.attention);
+      result.store(shared.attention.partials);
       __syncthreads();
       // Each warp sends the result to a block; a lane two columns of O at a time.
 #pragma unroll
       for (int i = 0; i < kHeadDim / 64; ++i) {
         const int at = i * 64 + 2 * lane;
-        const Join<2> join(warps, kAttendWarps, at);
+        const Join<2> join(shared.attention.partials, kPartials, at);
         ptx::send_words<2>(&splits[rank].o[at], warp,
                            {__float_as_uint(join.o[0]), __float_as_uint(join.o[1])},
                            &shared.exchanges[kHeadsSplits]);

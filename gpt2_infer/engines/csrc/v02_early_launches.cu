@@ -43,6 +43,9 @@
 #include "../../csrc/block_sum.cuh"
 #include "element.cuh"
 #include "ptx.cuh"
+#ifndef ATTENTION_SLOT  // no other slot.cuh's file was included first: see StepShape in fused.py
+#include "slot/v03_early_loads.cuh"
+#endif
 
 // nvcc's header or, on the CPU, emulator/cuda_pipeline.h.
 #include <cuda_pipeline.h>
@@ -64,7 +67,6 @@ constexpr bool kIsOneKernel = STEP_ONE_KERNEL;  // all layers, by one cluster pe
 constexpr bool kGuesses = STEP_GUESSES;         // rows after the first are guesses
 
 constexpr int kHeadDim = kEmbd / kHeads;
-constexpr int kPerChunk = 16 / sizeof(Element);  // elements in 16 bytes
 constexpr int kCaches = kGuesses ? 1 : kBatch;
 static_assert(kBatch == 1 || kBatch == 2 || kBatch == 4 || kBatch == 8);
 
@@ -568,7 +570,7 @@ using Weights = std::conditional_t<kIsPortable, ThreadWeights<kKind>, BulkWeight
 template <Kind kKind>
 constexpr size_t kProductBytes = Weights<kKind>::kBytes + kXBytes<kKind>;
 
-constexpr int kSplit = 128;  // keys that a block attends to at a time
+using slot::kSplit;
 
 // Joins the splits of O in order, as Join does: four columns from n on of a row.
 __device__ inline float4 join_splits(const Splits& splits, int row, int n, int newest) {
@@ -699,8 +701,15 @@ __global__ void __launch_bounds__(Product<kKind>::kThreads) product(const StepPa
 
 // ---- Attention ----------------------------------------------------------------------------------
 
-constexpr int kAttendWarps = 8;
-constexpr int kAttendThreads = 32 * kAttendWarps;
+using Attention = slot::Attention<kHeadDim>;
+using Partial = slot::Partial<kHeadDim>;
+constexpr int kPartials = Attention::kPartials;
+struct AttentionShared : Attention::Shared {
+  Partial partials[kPartials];
+};
+static_assert(sizeof(AttentionShared) <= STEP_SLOT_BYTES,
+              "the field Shared of attention says less");
+constexpr int kAttendThreads = slot::kThreads;
 // Limit on attention's blocks, which add_attention() exceeds for long caches: 1.6 per multiprocessor,
 // found by trial on an H200. kHeadBlocks is one per multiprocessor.
 constexpr int kMostAttending = kHeadBlocks * 8 / 5;
@@ -709,13 +718,6 @@ constexpr int most_blocks(int blocks = 8) {
   return blocks == 1 || blocks * kHeads * kBatch <= kMostAttending ? blocks
                                                                    : most_blocks(blocks / 2);
 }
-
-// The result of a split: O before the division, row_max and row_sum.
-struct Partial {
-  float o[kHeadDim];
-  float row_max;
-  float row_sum;
-};
 
 // Joins partials in order: kColumns columns of O per thread, from `column` on.
 template <int kColumns>
@@ -749,108 +751,6 @@ struct Join {
   }
 };
 
-// Chooses by value: of two variables, the compiler would keep both in memory.
-__device__ inline uint4 choose_chunk(bool first, uint4 a, uint4 b) {
-  return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
-}
-
-// A thread's share of a split of the keys, and of their values. Consecutive lanes have the chunks of
-// a key.
-struct KeysOfThread {
-  static constexpr int kLanes = kHeadDim / kPerChunk;    // that share a key
-  static constexpr int kKeys = kAttendThreads / kLanes;  // that the block reads at a time
-  static constexpr int kSteps = kSplit / kKeys;
-  using Chunks = uint4[kSteps];
-
-  const Element *keys, *values;  // this lane's chunks of the head's
-  int newest;                    // the key that this step adds
-  Chunks k, v;
-
-  __device__ KeysOfThread(const StepParams& p, int layer, int row, int head, int newest_key)
-      : keys(cache_of(p, layer, 0, row, head) + column()),
-        values(cache_of(p, layer, 1, row, head) + column()),
-        newest(newest_key) {}
-
-  static __device__ int column() { return threadIdx.x % kLanes * kPerChunk; }
-  static __device__ int key_of(int split, int step) {
-    return split * kSplit + threadIdx.x / kLanes + step * kKeys;
-  }
-  // Loads what earlier steps have written.
-  __device__ void load(const Element* from, int split, Chunks& to) const {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int64_t n = key_of(split, step);
-      to[step] = n < newest ? *reinterpret_cast<const uint4*>(from + n * kHeadDim)
-                            : make_uint4(0, 0, 0, 0);
-    }
-  }
-  __device__ void load(int split) {
-    load(keys, split, k);
-    load(values, split, v);
-  }
-};
-
-// The result of a warp's keys.
-struct WarpResult {
-  float row_max = -FLT_MAX, row_sum = 0.0f, o[kPerChunk] = {};
-
-  // Attends to the keys of a split. If kNext > 0, loads those of the kNext-th split after it.
-  template <int kNext>
-  __device__ WarpResult(std::integral_constant<int, kNext>, const float (&q)[kPerChunk],
-                        KeysOfThread& mine, int split, float scale, uint4 newest_k,
-                        uint4 newest_v) {
-    using Keys = KeysOfThread;
-    // S = softmax_scale * Q K^T, and its maximum over the warp. The initial maximum is finite, so
-    // that a warp without keys does not compute inf - inf.
-    float s[Keys::kSteps];
-#pragma unroll
-    for (int step = 0; step < Keys::kSteps; ++step) {
-      const int n = Keys::key_of(split, step);
-      float key[kPerChunk];
-      unpack<Element>(choose_chunk(n == mine.newest, newest_k, mine.k[step]), key);
-      s[step] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kPerChunk; ++i) s[step] += q[i] * key[i];
-#pragma unroll
-      for (int width = Keys::kLanes / 2; width > 0; width /= 2)
-        s[step] += __shfl_xor_sync(kWarp, s[step], width);
-      s[step] = n <= mine.newest ? scale * s[step] : -INFINITY;
-      row_max = fmaxf(row_max, s[step]);
-    }
-    if constexpr (kNext > 0) mine.load(mine.keys, split + kNext, mine.k);
-#pragma unroll
-    for (int width = Keys::kLanes; width < 32; width *= 2)
-      row_max = fmaxf(row_max, __shfl_xor_sync(kWarp, row_max, width));
-
-    // P = exp(S - row_max), O = P V
-#pragma unroll
-    for (int step = 0; step < Keys::kSteps; ++step) {
-      float value[kPerChunk];
-      unpack<Element>(
-          choose_chunk(Keys::key_of(split, step) == mine.newest, newest_v, mine.v[step]), value);
-      const float weight = __expf(s[step] - row_max);
-      row_sum += weight;
-#pragma unroll
-      for (int i = 0; i < kPerChunk; ++i) o[i] += weight * value[i];
-    }
-    if constexpr (kNext > 0) mine.load(mine.values, split + kNext, mine.v);
-#pragma unroll
-    for (int width = Keys::kLanes; width < 32; width *= 2) {
-      row_sum += __shfl_xor_sync(kWarp, row_sum, width);
-#pragma unroll
-      for (int i = 0; i < kPerChunk; ++i) o[i] += __shfl_xor_sync(kWarp, o[i], width);
-    }
-  }
-  __device__ void store(Partial& to) const {
-    const int lane = threadIdx.x % 32;
-    if (lane < KeysOfThread::kLanes) {
-#pragma unroll
-      for (int i = 0; i < kPerChunk; ++i) to.o[KeysOfThread::column() + i] = o[i];
-    }
-    if (lane == 0) to.row_max = row_max, to.row_sum = row_sum;
-  }
-};
-
 __device__ inline float scale_of(const StepParams& p, int layer) {
   return p.scales_by_layer ? p.softmax_scale / (layer + 1) : p.softmax_scale;
 }
@@ -862,7 +762,7 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   constexpr bool kIsCluster = kBlocks > 1;
   constexpr int kAtOnce = kIsPortable ? kMaxSplits : kBlocks;
   constexpr int kNext = kAtOnce < kMaxSplits ? kAtOnce : 0;
-  __shared__ Partial warps[kAttendWarps];
+  __shared__ AttentionShared shared;
   __shared__ Partial splits[kMaxSplits];  // the cluster's, in its first block
   // Later all wait for this: the first block runs.
   if (kIsCluster) ptx::cluster_arrive();
@@ -870,38 +770,31 @@ __global__ void __launch_bounds__(kAttendThreads) attend(const StepParams p, int
   const int t = threadIdx.x;
   const int head = blockIdx.y, row = blockIdx.z;
   const int newest = position_of(p, row);
-  KeysOfThread mine(p, layer, row, head, newest);
-  const int column = mine.column();
+  const Element* const keys = cache_of(p, layer, 0, row, head);
+  const Element* const values = cache_of(p, layer, 1, row, head);
+  Attention attention{slot::Cache{keys, values, kHeadDim, kHeadDim, newest}};
   int split = blockIdx.x;
-  if (!kGuesses) mine.load(split);
+  if (!kGuesses) attention.load(split);
 
   // If a layer fits in shared memory, blocks of later products would start now and get in the way.
   constexpr bool kIsEarly = kBatch == 1 && !kHoldsLayer;
   if (kIsEarly) ptx::allow_next();
   ptx::wait_for_previous();
   if (!kIsEarly) ptx::allow_next();
-  if (kGuesses) mine.load(split);  // the rows before have just written theirs
-  float q[kPerChunk];
-#pragma unroll
-  for (int i = 0; i < kPerChunk; i += 4) {
-    const float4 four =
-        __ldcg(reinterpret_cast<const float4*>(p.scratch->q[row] + head * kHeadDim + column + i));
-    q[i] = four.x, q[i + 1] = four.y, q[i + 2] = four.z, q[i + 3] = four.w;
-  }
+  if (kGuesses) attention.load(split);  // the rows before have just written theirs
   const int64_t at = int64_t{newest} * kHeadDim;
-  const uint4 newest_k = __ldcg(reinterpret_cast<const uint4*>(mine.keys + at));
-  const uint4 newest_v = __ldcg(reinterpret_cast<const uint4*>(mine.values + at));
+  const auto query = attention.receive(
+      slot::Token<false>{p.scratch->q[row] + head * kHeadDim, keys + at, values + at});
   bool is_first = true;
   for (; split * kSplit <= newest; split += kAtOnce) {
-    const WarpResult result(std::integral_constant<int, kNext>{}, q, mine, split,
-                            scale_of(p, layer), newest_k, newest_v);
+    const auto result = attention.attend_to(query, scale_of(p, layer), split, kNext, shared);
     if (!is_first) __syncthreads();  // the previous split's partials have been read
-    result.store(warps[t / 32]);
+    result.store(shared.partials);
     __syncthreads();
     if (kIsCluster && is_first) ptx::cluster_wait();
     is_first = false;
     if (t >= kHeadDim) continue;
-    const Join<1> join(warps, kAttendWarps, t);
+    const Join<1> join(shared.partials, kPartials, t);
     if (kIsPortable) {
       Splits& out = p.scratch->splits;
       out.o[row][split][head * kHeadDim + t] = join.o[0];

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.cuda import green_contexts
 
 from attention_kernels.ladder.compilers import BuildError
+from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer import GPT2
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import State, Step, StepShape
@@ -70,6 +71,7 @@ def step_of(
     columns_kb: int | None = None,
     portable: bool = False,
     has_guesses: bool = False,
+    slot: VersionHeader | None = None,
 ) -> Step:
     """Return the step; a GPU compiles the portable one from the PTX of compute_80.
 
@@ -82,7 +84,7 @@ def step_of(
         shape = fused.shape_on(model, batch)
         shape = dataclasses.replace(shape, shared_bytes=min(shape.shared_bytes, shared_kb * 1024))
         arch = "compute_80" if portable else None
-    shape = dataclasses.replace(shape, is_portable=portable, has_guesses=has_guesses)
+    shape = dataclasses.replace(shape, is_portable=portable, has_guesses=has_guesses, slot=slot)
     if columns_kb:
         divided = dataclasses.replace(shape, shared_bytes=columns_kb * 1024)
         vars(shape)["products"] = divided.products

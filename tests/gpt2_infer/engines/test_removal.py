@@ -32,6 +32,7 @@ SAMPLE = {
     row[2]: row
     for row in sorted(NOTICED, key=lambda row: ("v36" in row[0], row[0] != removal.LAYERS))
 }
+slot_runs = functools.cache(removal.slot_runs)
 attention_runs = functools.cache(removal.attention_runs)
 
 
@@ -55,6 +56,8 @@ def notice(monkeypatch, request):
     def notice(file: str, name: str, build: str, orders: tuple[str, ...] = ("",)) -> str:
         if file in removal.VERSIONS:
             sources, runs = removal.VERSIONS[file], attention_runs(file, build)
+        elif file in removal.SLOT:
+            sources, runs = removal.SLOT, slot_runs(build)
         else:
             removal.use_droppable_step(monkeypatch)
             if build:
@@ -69,7 +72,7 @@ def notice(monkeypatch, request):
 
 def test_the_table_has_every_wait_fence_and_barrier():
     """Try a new one as every_removal.py does, and enter what is noticed or why it is needless."""
-    sources = (*removal.VERSIONS.values(), removal.STEP)
+    sources = (*removal.VERSIONS.values(), removal.STEP, removal.SLOT)
     found = Counter((site.file, site.name) for each in sources for site in removal.sites(each))
     entered = Counter((file, name) for key in removal.TABLE for file, name, _ in removal.rows(key))
     assert found == entered
