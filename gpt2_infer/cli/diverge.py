@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 from cyclopts import Parameter
 
 from gpt2_infer.cli.options import DEFAULT_PROMPT, HIDDEN, Count, Model
+from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from attention_kernels import BackendSpec
@@ -48,7 +49,10 @@ def diverge(
 
     first: str | BackendSpec = a
     second: str | BackendSpec = b
-    if not {a, b} & {*get_args(EngineName)}:
+    has_engines = bool({a, b} & {*get_args(EngineName)})
+    if decode_backend and not (has_engines and kv_cache):
+        raise RequestError("--decode-backend needs --kv-cache and two engines")
+    if not has_engines:
         first, second = ladder.resolve_all([a, b])
     loaded, checked = model.load(
         {"prompts": [prompt], "max_new_tokens": max_new_tokens}, decode_attention=decode_backend
