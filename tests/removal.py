@@ -58,8 +58,9 @@ VERSIONS = {
     for file in sorted((header.CSRC / "fp32").glob("v*.cu"))
     if file.name >= "v28"
 }
+KERNEL = header.CSRC / "slot" / "decode_kernel.cuh"
 SLOT = {
-    name: (header.CSRC / "slot" / name).read_text("utf-8")
+    name: KERNEL.with_name(name).read_text("utf-8")
     for name in ("v01_plain.cuh", "v03_early_loads.cuh", "decode_kernel.cuh")
 }
 TABLE = tomllib.loads((Path(__file__).with_name("removals.toml")).read_text("utf-8"))
@@ -154,7 +155,7 @@ def slot_runs(build: str) -> list[Run]:
     *files, called = (version_file(name, text) for name, text in droppable(SLOT).items())
 
     def run(version: header.VersionHeader) -> None:
-        text = version.path.read_text("utf-8").replace("slot/decode_kernel.cuh", str(called))
+        text = version.path.read_text("utf-8").replace(str(KERNEL), str(called))
         version = replace(version, path=version_file("slot.cu", text), dtypes=("float32",))
         version = header.race_checked(version) if build else version
         spec = ladder.backend(f"TEST_{version.op.upper()}", "test", version)

@@ -379,5 +379,5 @@ def open_runner(
 def _name(spec: BackendSpec) -> str:
     """Return the name or path by which another process can load a backend; "" if it cannot."""
     if spec.version and spec.family == "file":
-        return str(spec.version.path)
+        return str(spec.version.slot or spec.version.path)
     return spec.name if registry.registered(spec.name) is spec else ""

@@ -10,12 +10,12 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from attention_kernels.ladder.compilers import BuildError
-from attention_kernels.ladder.header import FIELDS, VersionHeader, calls_of
+from attention_kernels.ladder.header import CSRC, FIELDS, VersionHeader, calls_of
 
 NAMES = (
     "B N H D q k v o qkv scale default_scale causal stream params zeros filled floats ints "
@@ -43,29 +43,26 @@ def adapter(file: Path, text: str, cache: Path) -> Path:
     """
     entry, *fields = re.split(rf"\|\s*(?=(?:{'|'.join(FIELDS)}):)", text)
     header = "\n".join(f"// {' '.join(line.split())}" for line in (f"Entry: {entry}", *fields))
-    return including(file, cache, f"// {file.name}\n{header}\n")
+    return including([file], cache, f"// {file.name}\n{header}\n")
 
 
 def slot_kernel(version: VersionHeader, cache: Path) -> VersionHeader:
     """Return the decode kernel that calls a slot's file, *.cuh. Raises HeaderError, OSError."""
     assert all(map(version.shared_bytes, version.head_dims))
-    after = f"""#include "slot/decode_kernel.cuh"
-cudaError_t attention::ATTENTION_VERSION::launch(const DecodeParams& p, cudaStream_t stream) {{
-  return launch_for<{", ".join(map(str, version.head_dims))}>(p, stream);
-}}
-"""
-    path = including(version.path, cache, after=after)
+    dims = ", ".join(map(str, version.head_dims))
+    files = [version.path, CSRC / "slot" / "decode_kernel.cuh"]
+    path = including(files, cache, f"#define SLOT_HEAD_DIMS {dims}\n")
     return replace(version, path=path, slot=version.path, role="decode", layout="strided")
 
 
-def including(file: Path, cache: Path, before: str = "", after: str = "") -> Path:
-    """Return a file in the cache folder that includes a file between two texts. Raises OSError."""
-    made = f"{before}#include {json.dumps(str(file.absolute()))}\n{after}"
+def including(files: Sequence[Path], cache: Path, made: str = "") -> Path:
+    """Return a file in the cache folder that includes files after a text. Raises OSError."""
+    made += "".join(f"#include {json.dumps(str(file.absolute()))}\n" for file in files)
     folder = cache / "entries" / hashlib.sha256(made.encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as output:
         output.write(made)
-    return Path(output.name).replace(folder / file.with_suffix(".cu").name)
+    return Path(output.name).replace(folder / files[0].with_suffix(".cu").name)
 
 
 def written(version: VersionHeader, folder: Path) -> Path:

@@ -184,7 +184,7 @@ def _plan(inputs: Sequence[Path], out: Path, settings: Settings, device: torch.d
             f"{out} holds {other.name}, which belongs to no job: name an empty folder"
         )
     names = (settings.backend, settings.decode_backend)
-    backends = ladder.resolve_all(name for name in names if name)
+    versions = [spec.version for spec in ladder.resolve_all(filter(None, names)) if spec.version]
     checkpoint = open_checkpoint(
         settings.model, revision=settings.revision, random_weights=settings.random_weights
     )
@@ -196,7 +196,7 @@ def _plan(inputs: Sequence[Path], out: Path, settings: Settings, device: torch.d
         settings=replace(settings, batch_size=None),
         inputs=digests,
         weights=_weights(checkpoint),
-        kernels=tuple(folder.digest(spec.version.path) for spec in backends if spec.version),
+        kernels=tuple(folder.digest(each.slot or each.path) for each in versions),
         rows=rows,
         parts=-(-rows // settings.part_rows),
         batch_size=settings.batch_size or batch_size,

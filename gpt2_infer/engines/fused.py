@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Mapping
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, replace
@@ -338,10 +337,8 @@ class StepShape:
             )
         partials = 4 * (self.config.head_dim + 2) * self.max_splits
         if self.slot_bytes + partials > MAX_STATIC_BYTES:
-            reasons.append(
-                f"a context of {self.config.n_positions} tokens with attention that needs "
-                f"{self.slot_bytes} bytes of shared memory"
-            )
+            context = f"a context of {self.config.n_positions} tokens"
+            reasons.append(f"{context} and {self.slot_bytes} bytes of shared memory for attention")
         return reasons
 
     @functools.cached_property
@@ -382,18 +379,18 @@ class StepShape:
         }
         for name, product in self.products.items():
             macros |= {f"{name}_COLUMNS": product.block_columns, f"{name}_WARPS": product.warps}
-        parsed, slot = header.parse_header(SOURCE, "fused_step_"), self.slot
-        flags = (*parsed.flags, *(f"-DSTEP_{name}={value}" for name, value in macros.items()))
-        dtypes, path = (dtype_name(self.dtype),), parsed.path
+        parsed = header.parse_header(SOURCE, "fused_step_")
         needs = PORTABLE if self.is_portable else EARLY
-        if slot and slot.slot:
-            after = f"#include {json.dumps(str(path))}\n"
-            path = entry.including(slot.slot, build.cache_dir(), after=after)
-            flags, needs = (*flags, *slot.flags), max(needs, slot.needs or needs)
-        digest = hashlib.sha256(repr((dtypes, flags, slot and path)).encode()).hexdigest()[:12]
-        op, exactly = f"{parsed.op}_{digest}", slot is not None and slot.needs_exactly
-        built = replace(parsed, path=path, flags=flags, dtypes=dtypes, op=op)
-        return replace(built, needs=needs, needs_exactly=exactly)
+        if slot := self.slot:
+            path = entry.including([slot.listing, parsed.path], build.cache_dir())
+            own = (f"-DSTEP_SLOT={slot.op}", *slot.flags)
+            parsed = replace(parsed, path=path, flags=own, needs_exactly=slot.needs_exactly)
+            needs = max(needs, slot.needs or needs)
+        flags = (*parsed.flags, *(f"-DSTEP_{name}={value}" for name, value in macros.items()))
+        dtypes = (dtype_name(self.dtype),)
+        digest = hashlib.sha256(repr((dtypes, flags)).encode()).hexdigest()[:12]
+        op = f"{parsed.op}_{digest}"
+        return replace(parsed, flags=flags, dtypes=dtypes, op=op, needs=needs)
 
 
 StepParams = c_struct(
@@ -434,21 +431,17 @@ def shape_on(model: GPT2, batch: int) -> StepShape:
     It is the portable shape where the other does not run or does not fit. On a CPU it is the
     chain's, and the emulator, which runs it with a slot's file, looks for races.
     """
-    slot = slot_of(model)
+    slot, of = slot_of(model), (model.config, model.dtype, batch)
     if model.device.type == "cpu":
         blocks = count_multiprocessors(model.device)
         slot = slot and header.race_checked(slot)
-        return StepShape(
-            model.config, model.dtype, batch, blocks, 227 * 1024, clusters=0, slot=slot
-        )
+        return StepShape(*of, blocks, 227 * 1024, clusters=0, slot=slot)
     properties = torch.cuda.get_device_properties(model.device)
     # torch's stubs lack this field.
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     blocks = properties.multi_processor_count
     clusters = blocks // RANKS
-    shape = StepShape(
-        model.config, model.dtype, batch, blocks, shared, clusters=clusters, slot=slot
-    )
+    shape = StepShape(*of, blocks, shared, clusters=clusters, slot=slot)
     is_early = torch.cuda.get_device_capability(model.device) >= EARLY
     return shape if is_early and not shape.refusals else replace(shape, is_portable=True)
 

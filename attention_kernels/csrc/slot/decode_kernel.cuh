@@ -68,4 +68,8 @@ cudaError_t launch_for(const DecodeParams& p, cudaStream_t stream) {
   return error;
 }
 
+cudaError_t launch(const DecodeParams& p, cudaStream_t stream) {
+  return launch_for<SLOT_HEAD_DIMS>(p, stream);  // those that the slot's file takes
+}
+
 }  // namespace attention::ATTENTION_VERSION

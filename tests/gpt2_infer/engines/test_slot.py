@@ -87,9 +87,7 @@ def test_what_a_file_needs_decides_which_form_takes_it():
     assert not needing(64).is_one_kernel
     assert not needing(64).refusals
     (reason,) = needing(768).refusals
-    assert reason == (
-        "a context of 1024 tokens with attention that needs 49152 bytes of shared memory"
-    )
+    assert reason == "a context of 1024 tokens and 49152 bytes of shared memory for attention"
 
 
 def test_a_file_that_says_too_little_or_does_not_fit_the_model_is_refused(demo):
