@@ -19,7 +19,7 @@ from gpt2_infer.diverge import diverge
 from gpt2_infer.engines.fused import SLOT, StepShape
 from tests.conftest import needs_compiler, version_file
 from tests.gpt2_infer.engines import test_fused
-from tests.gpt2_infer.engines.common import random_model
+from tests.gpt2_infer.engines.common import published, random_model
 
 FILES = sorted((CSRC / "slot").glob("v*.cuh"))
 PLAIN = FILES[0].read_text("utf-8")
@@ -74,6 +74,16 @@ def test_a_file_that_reads_too_early_is_caught_in_the_step(demo):
 def test_each_form_of_the_step_takes_a_file(file, config, dtype, how):
     slot, tolerance = ladder.resolve(str(file)).version, 2e-4 if dtype == torch.float32 else 0.1
     test_fused.check_steps(random_model(config, dtype), [127], 2, tolerance, slot=slot, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file", FILES[:2])
+@pytest.mark.parametrize("how", [{}, {"portable": True}])
+def test_a_file_is_right_on_a_gpu(file, how):
+    assert verify(str(file), "cuda", quick=True).passed
+    slot, model = ladder.resolve(str(file)).version, published("gpt2", torch.bfloat16)
+    for batch in (1, 2, 8):
+        test_fused.check_steps(model, [1000] * batch, 8, 0.1, slot=slot, **how)
 
 
 def test_what_a_file_needs_decides_which_form_takes_it():
