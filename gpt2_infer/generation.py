@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from attention_kernels.contract import dtype_name
@@ -234,28 +233,24 @@ def _speculate(
     The device is one look ahead of the host, which decides by the text so far whether to guess.
     """
     text, first = Text(engine.tokens[0, : engine.longest].tolist()), engine.longest
-    waiting = deque[tuple[int, int, Tensor]]()  # of each look: most new tokens, first index, copy
-    last, pins, looks = first + steps, engine.device.type == "cuda", 0
+    waiting, last, looks = deque[int](), first + steps, 0  # waiting: most new tokens of each look
     with tqdm(total=steps, unit="tok", disable=None if progress else True) as bar:
         while (known := len(text.tokens)) < last:
-            most = known + sum(new for new, *_ in waiting)
-            if len(waiting) < 2 and most < last:
-                if looks == 0:
-                    engine.step(0)
-                new = engine.enqueue(last - most, guess=text.repeats) if looks else 1
-                host = torch.empty(most + new - known, dtype=torch.long, pin_memory=pins)
-                host.copy_(engine.tokens[0, known : most + new], non_blocking=True)
+            most = last - known - sum(waiting)
+            if len(waiting) < 2 and most > 0:
+                waiting.append(engine.enqueue(looks, most, guess=text.repeats))
                 marks.add()
-                waiting.append((new, known, host))
                 looks += 1
                 continue
-            marks.wait(looks - len(waiting) + 1)
-            _, begin, host = waiting.popleft()
-            tokens = [token for token in host[known - begin :].tolist() if token != UNWRITTEN]
-            for step, token in enumerate(tokens, known - first):
+            look = looks - len(waiting)
+            marks.wait(look + 1)
+            waiting.popleft()
+            seen = engine.seen[look % 2][0, known:].tolist()
+            new = [*itertools.takewhile(lambda token: token != UNWRITTEN, seen)]
+            for step, token in enumerate(new, known - first):
                 _see(engine, watchers, step, [token] * len(watchers))
-            text.add(tokens)
-            bar.update(len(tokens))
+            text.add(new)
+            bar.update(len(new))
             if watchers and watchers[0].finish:
                 return
 

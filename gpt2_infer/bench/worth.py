@@ -49,7 +49,6 @@ MODES: dict[str, tuple[study.Mode, int]] = {
     "kv-cache": ("kv-cache", 1),
     "batch of 8": ("recompute", 8),
 }
-ENERGY = ("recompute", "batch of 8")  # where it is measured, which takes seconds
 ROUNDS = 3  # of texts
 RESULTS = Path(__file__).parents[2] / "results"
 MEASURED_MODEL = "gpt2"  # in the results from which a model's time is predicted
@@ -202,7 +201,7 @@ def _timed(question: Question) -> File:
             tokens = question.longest
             prompt = [i % config.vocab_size for i in range(tokens - 1)]
         cells: dict[str, Any] = {"modes": [mode], "batch_sizes": [batch], "max_tokens": [tokens]}
-        cells["energy"] = label in ENERGY and not question.quick
+        cells["energy"] = label == "recompute" and not question.quick  # it takes seconds
         found = study.run(study.GenerationStudy(prompt=prompt, **cells, **settings))
         for row in found.rows:
             _put(row, label, tokens - len(prompt))

@@ -7,21 +7,23 @@ computes the same bits for a row, so the text does not change.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import Fused, State, Step
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import EngineName, Request
 
-GRAM = 3  # tokens that must have occurred before
+GRAM = 2  # tokens that must have occurred before
 # Guesses are made if, of the last RECENT tokens, RIGHT could have been guessed.
-RECENT, RIGHT = 8, 4
-BURST = 4  # passes without guesses between two looks of the host
+RECENT, RIGHT = 16, 4
+BURST = 8  # passes without guesses between two looks of the host
 UNWRITTEN = -2
 
 
@@ -49,15 +51,23 @@ class Text:
 
 
 class Speculative(Fused):
-    """Decodes one row greedily, in passes that read the newest token alone or also guesses."""
+    """Decodes one row greedily, in passes that read the newest token alone or also guesses.
+
+    A graph holds what the device does between two looks of the host, and a copy of all tokens for
+    the host, to one of two places in turn.
+    """
 
     guess_step: Step | None = None
-    guess_graph: torch.cuda.CUDAGraph | None = None
 
     def __init__(self, model: GPT2, request: Request, name: EngineName) -> None:
         super().__init__(model, request, name)
         self.read = torch.zeros(self.most_rows(request), dtype=torch.long, device=self.device)
         self.newest = self.read[:1]
+        pins = self.device.type == "cuda"
+        self.seen = [
+            torch.empty(self.tokens.shape, dtype=torch.long, pin_memory=pins) for _ in "ab"
+        ]
+        self.graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
         self.passes = 0  # after the prompt
 
     @staticmethod
@@ -81,24 +91,38 @@ class Speculative(Fused):
     def warm_up(self) -> None:
         """Build the kernels, or capture the missing graphs."""
         super().warm_up()
-        if self.guess_step is not None and self.guess_graph is None:
-            self.prefill()
-            self.guess_step()
-            self.guess_graph = self.record(self.guess_step)
+        for guess, most in ((False, BURST), (True, len(self.read))):
+            is_needed = self.last_length >= self.longest + most
+            if not is_needed or (guess, 0) in self.graphs:
+                continue
+            assert self.guess_step is not None
+            if guess:
+                self.prefill()
+                self.guess_step()
+            passes = [self.guess_step] if guess else [self.decode] * BURST
+            for place, seen in enumerate(self.seen):
+                self.graphs[guess, place] = self.record(functools.partial(self._look, passes, seen))
             self.reset()
 
-    def enqueue(self, most: int, *, guess: bool) -> int:
-        """Enqueue a pass with guesses, or several without; return how many tokens may be new.
+    def _look(self, passes: Sequence[Callable[[], None]], seen: Tensor) -> None:
+        for run in passes:
+            run()
+        seen.copy_(self.tokens, non_blocking=True)
 
-        most: the limit of new tokens.
+    def enqueue(self, look: int, most: int, *, guess: bool) -> int:
+        """Enqueue what a look sees, passes without guesses or one with; return its most new tokens.
+
+        look: its number; the first sees the prompt's token. most: the limit of new tokens. Until
+        the next look but one, seen[look % 2] then has all tokens, and UNWRITTEN after them.
         """
-        if guess and len(self.read) <= most:
-            assert self.guess_graph is not None
-            self.guess_graph.replay()
-            self.passes += 1
-            return len(self.read)
-        count = min(BURST, most)
-        for index in range(1, 1 + count):
-            self.step(index)
-        self.passes += count
+        place = look % 2
+        full = len(self.read) if guess else BURST
+        if look > 0 and full <= most:
+            self.graphs[guess, place].replay()
+            self.passes += 1 if guess else BURST
+            return full
+        count = min(BURST, most) if look > 0 else 1
+        passes = [functools.partial(self.step, min(look, 1))] * count
+        self._look(passes, self.seen[place])
+        self.passes += count if look > 0 else 0
         return count

@@ -37,7 +37,7 @@ def captured(monkeypatch):
 @pytest.mark.parametrize("config", [REPEATING, OPEN])
 def test_the_text_is_the_same_in_fewer_passes_where_it_repeats(config, captured):
     model, prompt = random_model(config), [[7, 3, 9]]
-    for new_tokens in (1, 2, BURST + 1, 60):
+    for new_tokens in (1, 2, BURST + 1, 94, 60):  # 94 fill all positions
         plain = generate(model, prompt, max_new_tokens=new_tokens, engine="eager", **GREEDY)
         found = generate(model, prompt, max_new_tokens=new_tokens, guesses=3, **GREEDY)
         assert found.tokens == plain.tokens
