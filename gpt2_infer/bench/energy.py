@@ -12,7 +12,7 @@ import torch
 
 from gpt2_infer.bench.record import Row
 
-MIN_SECONDS = 1.5
+MIN_SECONDS = 1.0
 WARM_UP_SECONDS = 0.5  # what the counter shows is up to two advances old
 POLL_SECONDS = 2e-3  # it advances only ten times per second
 

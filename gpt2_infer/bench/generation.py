@@ -43,6 +43,8 @@ class Texts(Subject[GenerationCell]):
     In a dtype that the baseline does not support, texts are not compared.
     """
 
+    warm_up = 0  # contenders() has already run each one
+
     def __init__(self, study: GenerationStudy) -> None:
         check_precision()
         self.study, self.rounds = study, study.rounds
@@ -107,7 +109,7 @@ class Texts(Subject[GenerationCell]):
             decoder = self._decoder(spec) if cell.mode == "kv-cache" else None
             if decoder and decoder is not spec:
                 row.extra["decoder"] = decoder.name
-            if not is_free:
+            if not is_free and not self.study.examine:
                 cases = _cases(model, cell, len(self.prompt), decodes=decoder is spec)
                 selection.check(row, opened(spec), cases)
             if row.status == "ok":

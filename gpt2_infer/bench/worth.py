@@ -200,6 +200,8 @@ def _timed(question: Question) -> File:
         if label == "prefill":
             tokens = question.longest
             prompt = [i % config.vocab_size for i in range(tokens - 1)]
+        elif batch > 1:
+            tokens = max(tokens // 2, len(prompt) + 1)  # it takes longest
         cells: dict[str, Any] = {"modes": [mode], "batch_sizes": [batch], "max_tokens": [tokens]}
         cells["energy"] = label == "recompute" and not question.quick  # it takes seconds
         found = study.run(study.GenerationStudy(prompt=prompt, **cells, **settings))
