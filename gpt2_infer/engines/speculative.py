@@ -81,7 +81,8 @@ class Speculative(Fused):
     def warm_up(self) -> None:
         """Build the kernels, or capture the missing graphs."""
         super().warm_up()
-        if self.guess_step is not None and self.guess_graph is None:
+        if self.guess_graph is None and self.last_length - self.longest >= len(self.read):
+            assert self.guess_step is not None
             self.prefill()
             self.guess_step()
             self.guess_graph = self.record(self.guess_step)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gpt2_infer import GPT2, RequestError, Sampling, engines, generate
-from gpt2_infer.engines import base, fused
-from gpt2_infer.engines.fused import Fused, State, StepShape
+from gpt2_infer.engines import base, fused, speculative
+from gpt2_infer.engines.fused import Fused, State, Step, StepShape
 from gpt2_infer.engines.speculative import BURST, RECENT, Text
 from tests import removal
 from tests.gpt2_infer.engines.common import SMALL, imitate_graphs, published, random_model
@@ -47,6 +47,25 @@ def test_the_text_is_the_same_in_fewer_passes_where_it_repeats(config, captured)
     graphs = len(captured)
     again = generate(model, prompt, max_new_tokens=60, guesses=3, **GREEDY)
     assert (again.tokens, again.passes, len(captured)) == (plain.tokens, found.passes, graphs)
+
+
+@pytest.mark.parametrize("new_tokens", [3, 12])
+def test_no_pass_goes_beyond_the_last_position(new_tokens, captured, monkeypatch):
+    class Within(Step):
+        def __init__(self, model, state, is_greedy, **options):
+            super().__init__(model, state, is_greedy, **options)
+            self.state = state
+
+        def __call__(self):
+            cache, rows = self.state.cache, len(self.state.newest)
+            assert int(cache.seqlens[0]) + rows <= cache.kv.shape[4]
+            super().__call__()
+
+    monkeypatch.setattr(speculative, "Step", Within)
+    model, prompt = random_model(REPEATING), [[7] * (REPEATING.n_positions - new_tokens)]
+    plain = generate(model, prompt, max_new_tokens=new_tokens, engine="eager", **GREEDY)
+    found = generate(model, prompt, max_new_tokens=new_tokens, guesses=3, **GREEDY)
+    assert found.tokens == plain.tokens
 
 
 @torch.inference_mode()
