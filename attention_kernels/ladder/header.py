@@ -151,7 +151,7 @@ class VersionHeader:
     def shared_bytes(self, head_dim: int) -> int:
         """Return the shared memory of a slot; raises HeaderError."""
         found = _value(self.shared or "?", {"D": head_dim}, None)
-        if not isinstance(found, int):
+        if type(found) is not int or found < 1:
             must = "must be bytes, a formula of the head_dim D such as `32 * (D + 2)`"
             raise HeaderError(f"{self.path.name}: Shared {must}, not {self.shared!r}")
         return found

@@ -62,6 +62,9 @@ def measure(contender: str, call: Callable[[], Any], device: str) -> Row:
         ended.set()
         watcher.join()
     advances = [now for last, now in pairwise(reads) if now[0] != last[0]]
+    if len(advances) < 2:
+        row.status, row.reason = "refused", "NVML: the counter of energy stands still"
+        return row
     joules, passed = (last - first for first, last in zip(advances[0], advances[-1], strict=True))
     row.samples = [float(f"{joules / passed * seconds / calls:.6g}")]
     row.extra = {"calls": calls, "seconds": round(seconds, 3)}

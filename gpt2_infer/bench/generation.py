@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +29,6 @@ from gpt2_infer.errors import RequestError
 from gpt2_infer.generation import Generation, generate
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import encode_prompts
-
-Opened: TypeAlias = Callable[[BackendSpec], Runner]
-"""Returns the process of a backend, which the first call starts."""
 
 
 class Texts(Subject[GenerationCell]):
@@ -81,15 +77,18 @@ class Texts(Subject[GenerationCell]):
     def contenders(self, cell: GenerationCell) -> Iterator[Contender]:
         """Check each backend and compare its text with the first's."""
         model, expected = self._load(self.study.model, dtype=cell.dtype), None
-        with contextlib.ExitStack() as stack:  # their processes end before anything is timed
-            opened: Opened = functools.cache(
-                lambda spec: stack.enter_context(contextlib.closing(open_runner(spec, self.device)))
-            )
+        runners = list[Runner]()  # the baseline's, and the contender's while it is checked
+        try:
             for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
-                contender, text = self._ours(model, spec, cell, expected, opened)
+                contender, text = self._ours(model, spec, cell, expected, runners)
                 if spec is self.specs[0]:
                     expected = text
+                while len(runners) > 1:  # each holds memory of the device
+                    runners.pop().close()
                 yield contender
+        finally:
+            for runner in runners:
+                runner.close()
 
     def _ours(
         self,
@@ -97,9 +96,9 @@ class Texts(Subject[GenerationCell]):
         spec: BackendSpec,
         cell: GenerationCell,
         expected: Generation | None,
-        opened: Opened,
+        runners: list[Runner],
     ) -> tuple[Contender, Generation | None]:
-        """Check a backend and return it with its text."""
+        """Check a backend, in a process that is added to runners; return it with its text."""
         is_free = spec.name == FREE_ATTENTION
         row = selection.row_of(spec, cell.dtype, "generation", "s", self.sources)
         if is_free:
@@ -109,9 +108,11 @@ class Texts(Subject[GenerationCell]):
             decoder = self._decoder(spec) if cell.mode == "kv-cache" else None
             if decoder and decoder is not spec:
                 row.extra["decoder"] = decoder.name
-            if not is_free and not self.study.examine:
-                cases = _cases(model, cell, len(self.prompt), decodes=decoder is spec)
-                selection.check(row, opened(spec), cases)
+            if not is_free:
+                runners.append(open_runner(spec, self.device))
+                if not self.study.examine:
+                    cases = _cases(model, cell, len(self.prompt), decodes=decoder is spec)
+                    selection.check(row, runners[-1], cases)
             if row.status == "ok":
                 lent = model.with_attention(spec, decoder)
                 call = functools.partial(_write, lent, cell, self.prompt)
@@ -123,7 +124,7 @@ class Texts(Subject[GenerationCell]):
                 if expected and differ and not is_free:
                     # These texts: generated again or outside the batch, they might differ.
                     both = self.specs[0], spec
-                    note(row, examine(model, both, [expected, text], [*map(opened, both)]))
+                    note(row, examine(model, both, [expected, text], runners))
             if row.status == "ok" and text:
                 tokens = None if is_free else text.tokens
                 contender.sample = functools.partial(_sample, row, call, tokens, model.device)

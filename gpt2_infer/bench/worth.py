@@ -165,6 +165,7 @@ def begin(question: Question) -> None:
             Forward(model)  # any model's kernels are the same
 
     if question.device == "cuda":
+        plugins.keep_plugins_out()  # a default backend is looked up among theirs, too
         for build in (others, predictor, products):
             threading.Thread(target=build).start()
 

@@ -13,8 +13,8 @@
 //
 // load() runs before the step has computed q, the newest key and the newest value. It must not read
 // them: of the cache only keys n < newest exist. Its split may have none of them.
-// receive() gets these three, in shared memory or, in a chain of kernels, in global memory. They are
-// not in the cache yet. What it returns is what attend_to() gets for each split.
+// receive() gets these three, in shared memory or, in a chain of kernels, in global memory. They may
+// not be in the cache yet. What it returns is what attend_to() gets for each split.
 // attend_to() computes the attention of q to the keys n <= newest of a split, at least one. If next > 0,
 // the block goes on with split + next, which may have no keys, and may request it.
 // store() leaves the results of the split, which the step joins in order.

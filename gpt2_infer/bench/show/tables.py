@@ -306,12 +306,10 @@ def _text_differs(row: Row) -> str:
     return "" if row.extra.get("same_text", True) else f"its text differs in {row.cell['model']}"
 
 
-def _times_without_guesses(line: Entry) -> figures.Value:
-    if "tokens_per_pass" not in line.first.extra:
-        return None
-    name = re.sub(", . guess(es)?", "", line.first.contender)
-    plain = next(row for row in line.same_cell if row.contender == name)
-    return plain.median / line.first.median
+def _times_without_guesses(line: Entry) -> str:
+    plain = re.sub(", . guess(es)?", "", line.first.contender)
+    guesses = plain != line.first.contender
+    return figures.times(figures.ratio(line.first, line.same_cell, plain) if guesses else None)
 
 
 LAYOUTS["decode"] = Layout(
@@ -324,7 +322,7 @@ LAYOUTS["decode"] = Layout(
         Column("least .. most", columns.of(figures.steps_of, columns.least_and_most)),
         columns.CALL_RATE,
         Column("tokens per pass", columns.extra("tokens_per_pass")),
-        Column("x without guesses", _times_without_guesses, "{:.2f}"),
+        Column("x without guesses", _times_without_guesses),
         Column("vs transformers", _call_ratio),
         columns.ENERGY,
         Column("us per step", columns.of(figures.steps_of, _step_us), "{:.0f}"),

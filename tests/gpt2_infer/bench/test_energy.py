@@ -30,11 +30,19 @@ class Driver:
         return int(time.perf_counter() * 100) * WATTS * 10  # millijoules, every 10 ms
 
 
+class Stuck(Driver):
+    """One whose counter stands still, as that of a shared GPU may."""
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        return 0
+
+
 @pytest.mark.parametrize(
     ("device", "uuid", "driver", "reason"),
     [
         ("cuda", "1234", Driver(), ""),
         ("cuda", "5678", Driver(), "NVML: Not Supported"),
+        ("cuda", "1234", Stuck(), "stands still"),
         ("cuda", "1234", None, "install gpt2-infer[energy]"),
         ("cpu", "", None, "on NVIDIA GPUs only"),
     ],

@@ -7,6 +7,7 @@ import torch
 
 from attention_kernels import ArgumentError, UnknownBackendError, get_backend
 from attention_kernels.judge.truth import naive_attention
+from attention_kernels.judge.worker import open_runner
 from gpt2_infer import GPT2
 from gpt2_infer.bench import generation as module
 from gpt2_infer.bench.record import FREE_ATTENTION
@@ -69,6 +70,32 @@ def test_generation_is_compared_with_the_baselines_text(tiny, clean_registry):
         assert found["TEST_WRONG"].samples == []
     with pytest.raises(UnknownBackendError):
         get_backend(FREE_ATTENTION)
+
+
+def test_of_the_backends_only_the_baseline_keeps_its_process_while_others_are_checked(
+    tiny, monkeypatch
+):
+    running, most = set(), []
+
+    def opened(spec, device):
+        runner = open_runner(spec, device)
+        end = runner.close
+
+        def close():
+            running.discard(spec.name)
+            end()
+
+        runner.close = close
+        running.add(spec.name)
+        most.append({*running})
+        return runner
+
+    monkeypatch.setattr(module, "open_runner", opened)
+    names = ("PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
+    compare(tiny, names, max_tokens=[10])
+    baseline = "NAIVE_PYTORCH"
+    assert most == [{baseline}, *({baseline, name} for name in names)]
+    assert not running
 
 
 @pytest.mark.slow

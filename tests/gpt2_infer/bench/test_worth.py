@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -111,3 +114,16 @@ def test_a_plug_in_that_the_judge_kept_out_is_imported_for_the_model(plugin):
     assert isinstance(worth.Question("STRANGE", device="cpu").spec.loader, Elsewhere)
     registry.import_adopted()
     assert registry.get_backend("STRANGE").has_attention()
+
+
+def test_no_plug_in_is_imported_while_the_judge_works(plugin, monkeypatch):
+    plugin("")
+    question = worth.Question("CUSTOM_CUDA_VERSION_2", device="cpu")
+    question.device = "cuda"
+    monkeypatch.setattr(worth, "GPT2", mock.Mock())
+    monkeypatch.setattr(worth.Forward, "refusals", lambda *_: ["not in this test"])
+    before = {*threading.enumerate()}
+    worth.begin(question)
+    for thread in {*threading.enumerate()} - before:
+        thread.join()
+    assert "strange_plugin" not in sys.modules

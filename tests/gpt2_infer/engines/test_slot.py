@@ -101,8 +101,10 @@ def test_what_a_file_needs_decides_which_form_takes_it():
 
 
 def test_a_file_that_says_too_little_or_does_not_fit_the_model_is_refused(demo):
-    with pytest.raises(HeaderError, match="Shared must be bytes, a formula"):
-        ladder.resolve(str(version_file("v06_silent.cuh", PLAIN.replace("// Shared:", "//"))))
+    for said in ("//", "// Shared: 0 *", "// Shared: 1024 <"):
+        silent = version_file("v06_silent.cuh", PLAIN.replace("// Shared:", said))
+        with pytest.raises(HeaderError, match="Shared must be bytes, a formula"):
+            ladder.resolve(str(silent))
     halves = version_file("v07_halves.cuh", PLAIN.replace("float32 float16", "float16"))
     with pytest.raises(UnsupportedError, match="float32"):
         in_the_step(demo, halves)

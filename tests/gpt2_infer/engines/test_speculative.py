@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gpt2_infer import GPT2, RequestError, Sampling, engines, generate
-from gpt2_infer.engines import base, fused
-from gpt2_infer.engines.fused import Fused, State, StepShape
+from gpt2_infer.engines import base, fused, speculative
+from gpt2_infer.engines.fused import Fused, State, Step, StepShape
 from gpt2_infer.engines.speculative import BURST, RECENT, Text
 from tests import removal
 from tests.gpt2_infer.engines.common import SMALL, imitate_graphs, published, random_model
@@ -31,6 +31,13 @@ def captured(monkeypatch):
     monkeypatch.setattr(fused, "shape_on", shape_on)
     monkeypatch.setattr(Fused, "refusals", lambda *_: [])
     monkeypatch.setattr(engines, "room", lambda device: 2**30)
+
+    def record(engine, body):
+        engine.reset()  # unlike a real graph, an imitated one runs when it is captured
+        engine.prefill()
+        return Fused.record(engine, body)
+
+    monkeypatch.setattr(speculative.Speculative, "record", record)
     return imitate_graphs(monkeypatch, base)
 
 
@@ -47,6 +54,42 @@ def test_the_text_is_the_same_in_fewer_passes_where_it_repeats(config, captured)
     graphs = len(captured)
     again = generate(model, prompt, max_new_tokens=60, guesses=3, **GREEDY)
     assert (again.tokens, again.passes, len(captured)) == (plain.tokens, found.passes, graphs)
+
+
+@pytest.mark.parametrize(("eos", "stop"), [(56, ()), (100, ["Yumu"]), (100, [])])
+def test_a_text_is_streamed_and_ends_as_without_guesses(eos, stop, captured, demo):
+    model = random_model(replace(OPEN, eos_token_id=(eos,)))
+    model.tokenizer = demo.tokenizer
+    streamed = []
+    for options in ({"engine": "eager"}, {"guesses": 3}, {"guesses": 3}):
+        pieces = []
+        options |= {"max_new_tokens": 60, "mode": "kv-cache", "stop": stop}
+        found = generate(
+            model, [[7, 3, 9]], on_text=lambda _, x, to=pieces: to.append(x), **options
+        )
+        assert "".join(pieces) == found.texts[0]
+        streamed.append((found.tokens, found.texts, found.finish_reasons))
+    assert streamed[1:] == streamed[:1] * 2
+    assert found.finish_reasons == ["end-of-text" if eos == 56 else "stop" if stop else "length"]
+
+
+@pytest.mark.parametrize("new_tokens", [3, 12])
+def test_no_pass_goes_beyond_the_last_position(new_tokens, captured, monkeypatch):
+    class Within(Step):
+        def __init__(self, model, state, is_greedy, **options):
+            super().__init__(model, state, is_greedy, **options)
+            self.state = state
+
+        def __call__(self):
+            cache, rows = self.state.cache, len(self.state.newest)
+            assert int(cache.seqlens[0]) + rows <= cache.kv.shape[4]
+            super().__call__()
+
+    monkeypatch.setattr(speculative, "Step", Within)
+    model, prompt = random_model(REPEATING), [[7] * (REPEATING.n_positions - new_tokens)]
+    plain = generate(model, prompt, max_new_tokens=new_tokens, engine="eager", **GREEDY)
+    found = generate(model, prompt, max_new_tokens=new_tokens, guesses=3, **GREEDY)
+    assert found.tokens == plain.tokens
 
 
 @torch.inference_mode()

@@ -9,17 +9,29 @@ import re
 import pytest
 
 from attention_kernels import ladder
-from gpt2_infer.bench.record import File, ResultsError
+from gpt2_infer.bench.record import DecodeCell, File, ResultsError
 from gpt2_infer.bench.show import ladders, tables
 from gpt2_infer.bench.show.figures import ratio
 from gpt2_infer.bench.show.pivot import Table
-from tests.gpt2_infer.bench.common import file_of, generation, kernel, kernels
+from tests.gpt2_infer.bench.common import file_of, generation, kernel, kernels, provenance
 
 
 def rows(file: File) -> dict[str, dict[str, str]]:
     """The cells of a file's only table, by backend, the first cell, and heading."""
     (table,) = tables.tables("FILE", file)
     return {row[0].strip("`"): dict(zip(table.head, row, strict=True)) for row in table.rows}
+
+
+def test_guesses_are_compared_with_the_same_engine_without_them_if_that_ran():
+    samples = {"fused": [2.0, 2.1], "fused, 3 guesses": [1.0, 1.1], "eager, 1 guess": [1.0]}
+    cell = DecodeCell("demo", "float32", 1, 8, 504)
+    extra = {"cell": cell, "weight_bytes": 10**6, "tokens_per_pass": 2.0}
+    made = [kernel(name, each, **extra) for name, each in samples.items()]
+    made.append(kernel("eager", [], cell=cell, status="failed"))
+    (table,) = tables.tables("FILE", file_of("decode", made, provenance=provenance(limits={})))
+    named, found = (table.head.index(name) for name in ("contender", "x without guesses"))
+    shown = {row[named]: row[found] for row in table.rows}
+    assert shown == {"fused": "", "fused, 3 guesses": "1.95", "eager, 1 guess": "", "eager": ""}
 
 
 def test_there_is_no_ratio_to_another_precision_class_or_within_the_spread():
