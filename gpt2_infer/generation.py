@@ -233,10 +233,10 @@ def _speculate(
     The device is one look ahead of the host, which decides by the text so far whether to guess.
     """
     text, first = Text(engine.tokens[0, : engine.longest].tolist()), engine.longest
-    waiting, last, looks = deque[int](), first + steps, 0  # waiting: most new tokens of each look
+    waiting, last, looks = deque[tuple[int, int]](), first + steps, 0  # waiting: see enqueue()
     with tqdm(total=steps, unit="tok", disable=None if progress else True) as bar:
         while (known := len(text.tokens)) < last:
-            most = last - known - sum(waiting)
+            most = last - known - sum(new for new, _ in waiting)
             if len(waiting) < 2 and most > 0:
                 waiting.append(engine.enqueue(looks, most, guess=text.repeats))
                 marks.add()
@@ -244,12 +244,14 @@ def _speculate(
                 continue
             look = looks - len(waiting)
             marks.wait(look + 1)
-            waiting.popleft()
+            _, passes = waiting.popleft()
             seen = engine.seen[look % 2][0, known:].tolist()
             new = [*itertools.takewhile(lambda token: token != UNWRITTEN, seen)]
             for step, token in enumerate(new, known - first):
                 _see(engine, watchers, step, [token] * len(watchers))
             text.add(new)
+            used = len(watchers[0].tokens) - (known - first) if watchers else len(new)
+            engine.passes += min(passes, used)
             bar.update(len(new))
             if watchers and watchers[0].finish:
                 return

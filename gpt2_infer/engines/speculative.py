@@ -68,7 +68,7 @@ class Speculative(Fused):
             torch.empty(self.tokens.shape, dtype=torch.long, pin_memory=pins) for _ in "ab"
         ]
         self.graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
-        self.passes = 0  # after the prompt
+        self.passes = 0  # after the prompt, up to the last token that counts
 
     @staticmethod
     def most_rows(request: Request) -> int:
@@ -109,20 +109,19 @@ class Speculative(Fused):
             run()
         seen.copy_(self.tokens, non_blocking=True)
 
-    def enqueue(self, look: int, most: int, *, guess: bool) -> int:
-        """Enqueue what a look sees, passes without guesses or one with; return its most new tokens.
+    def enqueue(self, look: int, most: int, *, guess: bool) -> tuple[int, int]:
+        """Enqueue what a look sees, passes without guesses or one with.
 
-        look: its number; the first sees the prompt's token. most: the limit of new tokens. Until
-        the next look but one, seen[look % 2] then has all tokens, and UNWRITTEN after them.
+        Returns its most new tokens, and its passes after the prompt. look: its number; the first
+        sees the prompt's token. most: the limit of new tokens. Until the next look but one,
+        seen[look % 2] then has all tokens, and UNWRITTEN after them.
         """
         place = look % 2
         full = len(self.read) if guess else BURST
         if look > 0 and full <= most:
             self.graphs[guess, place].replay()
-            self.passes += 1 if guess else BURST
-            return full
+            return full, 1 if guess else BURST
         count = min(BURST, most) if look > 0 else 1
         passes = [functools.partial(self.step, min(look, 1))] * count
         self._look(passes, self.seen[place])
-        self.passes += count if look > 0 else 0
-        return count
+        return count, count if look > 0 else 0

@@ -56,7 +56,7 @@ def test_the_text_is_the_same_in_fewer_passes_where_it_repeats(config, captured)
     assert (again.tokens, again.passes, len(captured)) == (plain.tokens, found.passes, graphs)
 
 
-@pytest.mark.parametrize(("eos", "stop"), [(56, ()), (100, ["Yumu"]), (100, [])])
+@pytest.mark.parametrize(("eos", "stop"), [(56, ()), (100, ["Yumu"]), (100, ["umum"]), (100, [])])
 def test_a_text_is_streamed_and_ends_as_without_guesses(eos, stop, captured, demo):
     model = random_model(replace(OPEN, eos_token_id=(eos,)))
     model.tokenizer = demo.tokenizer
@@ -68,6 +68,7 @@ def test_a_text_is_streamed_and_ends_as_without_guesses(eos, stop, captured, dem
             model, [[7, 3, 9]], on_text=lambda _, x, to=pieces: to.append(x), **options
         )
         assert "".join(pieces) == found.texts[0]
+        assert found.passes is None or found.passes < len(found.tokens[0])
         streamed.append((found.tokens, found.texts, found.finish_reasons))
     assert streamed[1:] == streamed[:1] * 2
     assert found.finish_reasons == ["end-of-text" if eos == 56 else "stop" if stop else "length"]
