@@ -109,10 +109,9 @@ class Texts(Subject[GenerationCell]):
             if decoder and decoder is not spec:
                 row.extra["decoder"] = decoder.name
             if not is_free:
+                cases = _cases(model, cell, len(self.prompt), decodes=decoder is spec)
                 runners.append(open_runner(spec, self.device))
-                if not self.study.examine:
-                    cases = _cases(model, cell, len(self.prompt), decodes=decoder is spec)
-                    selection.check(row, runners[-1], cases)
+                selection.check(row, runners[-1], cases[-1:] if self.study.examine else cases)
             if row.status == "ok":
                 lent = model.with_attention(spec, decoder)
                 call = functools.partial(_write, lent, cell, self.prompt)

@@ -94,7 +94,7 @@ class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
     decoder: str = ""
     """The backend that decodes for those without a decode kernel; "" refuses them."""
     examine: bool = False
-    """Whether to examine all texts, instead of a check before, and record how logits differ."""
+    """Whether to examine all texts, after a single check, and record how their logits differ."""
     energy: bool = False
     """Whether to measure energy, too, on a GPU."""
 

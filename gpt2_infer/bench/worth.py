@@ -146,8 +146,8 @@ class Worth:
         return {"passed": self.passed, "verdict": verdict, "results": results}
 
 
-def begin(question: Question) -> None:
-    """On a GPU, begin to build what answer() needs, while the judge is at work."""
+def begin(question: Question) -> list[threading.Thread]:
+    """On a GPU, begin to build what answer() needs while the judge is at work; return threads."""
 
     def others() -> None:
         best, lengths = question.best, (question.tokens, question.longest)
@@ -164,10 +164,13 @@ def begin(question: Question) -> None:
         if not Forward.refusals(model, 1):
             Forward(model)  # any model's kernels are the same
 
-    if question.device == "cuda":
-        plugins.keep_plugins_out()  # a default backend is looked up among theirs, too
-        for build in (others, predictor, products):
-            threading.Thread(target=build).start()
+    if question.device != "cuda":
+        return []
+    plugins.keep_plugins_out()  # a default backend is looked up among theirs, too
+    threads = [threading.Thread(target=build) for build in (others, predictor, products)]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def answer(question: Question) -> File:

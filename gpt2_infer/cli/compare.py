@@ -62,7 +62,7 @@ def compare(
         device: cuda, cuda:1 or the like, or cpu (default: cuda if available)
         dtypes: dtypes (default: float32)
         batch_sizes: batch sizes (default: 1)
-        rounds: timed rounds, after a warm-up round (default: 5, of kernels 8)
+        rounds: timed rounds, after a warm-up (default: 5, of kernels 8)
         max_tokens: text lengths in tokens, prompt included (default: 32 to 512; on a CPU, to
             64)
         modes: modes (default: recompute)

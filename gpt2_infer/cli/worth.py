@@ -67,11 +67,13 @@ def worth(
             raise RequestError(f"{error.name} is missing: install gpt2-infer[plot]") from error
     (name,) = adapted([name], entry)
     question = bench.Question(name, **asked)
-    bench.begin(question)
+    threads = bench.begin(question)
     on = cast("options.Device", question.device)
     findings = verify(name, device=on, dtypes=(dtype,), quick=quick, no_timing=True)
     found = bench.Worth(findings)
     if findings.passed:
+        for thread in threads:  # nothing else runs while a kernel is timed
+            thread.join()
         found.results = bench.answer(question)
         if out:
             page = worth_page.render(found.results, charts.render(found.results))
