@@ -47,6 +47,26 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+def needs_flash_attention(dtype: Any, device: str = "cpu") -> None:
+    """Skip the test if torch's own kernel for a CPU fails in a dtype.
+
+    In bfloat16 it does on a processor with AMX, if ATEN_CPU_CAPABILITY leaves out AVX-512.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if device != "cpu" or dtype != torch.bfloat16:
+        return
+    q = torch.zeros(1, 1, 64, 8, dtype=dtype)
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    except RuntimeError as error:
+        if "pack_vnni2 is only supported" not in str(error):
+            raise
+        pytest.skip(f"torch: {error}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU, deselect its tests: skipping a thousand one by one takes seconds."""
     import torch

@@ -212,7 +212,9 @@ def _timed(question: Question) -> File:
         for row in found.rows:
             _put(row, label, tokens - len(prompt))
         file.rows += found.rows
-    facts = {key: found.study[key] for key in ("model", "device", "baseline", "rounds")}
+    facts = {key: found.study[key] for key in ("model", "device", "baseline")}
+    rounds = sorted({found.study["rounds"], file.study["rounds"]})
+    facts["rounds"] = " or ".join(map(str, rounds))
     file.task, file.study = "worth", {"kind": "worth", "kernel": spec.name, **facts}
     return file
 

@@ -18,6 +18,7 @@ from attention_kernels.judge.cases import EDGES, usual_head_dim
 from attention_kernels.judge.suite import Case, DecodeCase, cases_for, run_case
 from attention_kernels.judge.worker import Runner
 from tests.attention_kernels.backends.common import FP32, OLDER, QUICK, STRIDED_HALF, op_of
+from tests.conftest import needs_flash_attention
 
 SPECS = [spec for spec in list_backends() if spec.chooses is None]  # an alias runs one of them
 HEAD_DIMS = (32, 64, 128)
@@ -47,6 +48,8 @@ def usable_head_dims(spec: BackendSpec, dtype: torch.dtype, device: str) -> list
     """Return the head_dims to test; skip the test if the backend cannot run or refuses all."""
     if reason := spec.unavailable_reason(device):
         pytest.skip(reason)
+    if spec.name == "PYTORCH_SDPA_FLASH_ATTENTION":
+        needs_flash_attention(dtype, device)
     if not spec.has_attention():
         return [*spec.head_dims]
     head_dims = spec.head_dims or HEAD_DIMS

@@ -19,6 +19,7 @@ from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import State, Step, StepShape
 from gpt2_infer.model import KVCache
 from tests import removal
+from tests.conftest import needs_flash_attention
 from tests.gpt2_infer.engines.common import SIZES, SMALL, published, random_model
 
 # An odd vocabulary, of which some warps compute two groups of rows, and a context of two splits.
@@ -200,6 +201,7 @@ def test_a_step_is_what_the_modules_compute(config, length, portable, droppable)
 
 @pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=pytest.mark.slow), ONE_KERNEL])
 def test_a_step_in_16_bits_is_what_the_modules_compute(config, droppable):
+    needs_flash_attention(torch.bfloat16)
     check_steps(random_model(config, torch.bfloat16), [127], 2, 0.25)
 
 

@@ -38,6 +38,7 @@ def in_the_step(demo: GPT2, file: Path) -> str:
     return diverge(model, "fused", "fused", [449, 1973, 355], **options).verdict
 
 
+@pytest.mark.slow
 def test_the_plainest_file_writes_the_same_text(demo):
     assert in_the_step(demo, FILES[0]) == "equal"
 
@@ -62,7 +63,7 @@ def test_a_file_that_reads_too_early_is_caught_in_the_step(demo):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("race_checked")
-@pytest.mark.parametrize("file", FILES[:2])
+@pytest.mark.parametrize("file", FILES[1:2])
 @pytest.mark.parametrize(
     ("config", "dtype", "how"),
     [

@@ -41,7 +41,7 @@ def captured(monkeypatch):
     return imitate_graphs(monkeypatch, base)
 
 
-@pytest.mark.parametrize("config", [REPEATING, OPEN])
+@pytest.mark.parametrize("config", [REPEATING, pytest.param(OPEN, marks=pytest.mark.slow)])
 def test_the_text_is_the_same_in_fewer_passes_where_it_repeats(config, captured):
     model, prompt = random_model(config), [[7, 3, 9]]
     for new_tokens in (1, 2, BURST + 1, 94, 60):  # 94 fill all positions
@@ -56,6 +56,7 @@ def test_the_text_is_the_same_in_fewer_passes_where_it_repeats(config, captured)
     assert (again.tokens, again.passes, len(captured)) == (plain.tokens, found.passes, graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("eos", "stop"), [(56, ()), (100, ["Yumu"]), (100, ["umum"]), (100, [])])
 def test_a_text_is_streamed_and_ends_as_without_guesses(eos, stop, captured, demo):
     model = random_model(replace(OPEN, eos_token_id=(eos,)))
@@ -74,7 +75,7 @@ def test_a_text_is_streamed_and_ends_as_without_guesses(eos, stop, captured, dem
     assert found.finish_reasons == ["end-of-text" if eos == 56 else "stop" if stop else "length"]
 
 
-@pytest.mark.parametrize("new_tokens", [3, 12])
+@pytest.mark.parametrize("new_tokens", [pytest.param(3, marks=pytest.mark.slow), 12])
 def test_no_pass_goes_beyond_the_last_position(new_tokens, captured, monkeypatch):
     class Within(Step):
         def __init__(self, model, state, is_greedy, **options):
@@ -126,7 +127,7 @@ def check_guesses(model, length: int, guesses: int, right: int, **how) -> None:
     ("config", "length", "guesses", "right", "how"),
     [
         (LONG, 254, 3, 2, {}),  # the rows' keys begin a split
-        (ONE_KERNEL, 20, 3, 3, {}),
+        pytest.param(ONE_KERNEL, 20, 3, 3, {}, marks=pytest.mark.slow),
         pytest.param(ONE_KERNEL, 20, 3, 0, {}, marks=pytest.mark.slow),
         pytest.param(ONE_KERNEL, 126, 7, 5, {}, marks=pytest.mark.slow),
         pytest.param(CONFIG, 126, 1, 1, {"portable": True}, marks=pytest.mark.slow),
