@@ -1,8 +1,8 @@
 """The fused engine, which also reads guesses of the next tokens: greedy text in fewer steps.
 
 A guess is what followed the last few tokens when they last occurred. A pass with guesses takes
-longer than one without, so they are made only while they would have been right. Either kind of pass
-computes the same bits for a row, so the text does not change.
+longer than one without, so they are made only while enough of them would have been right. Either
+kind of pass computes the same bits for a row, so the text does not change.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Speculative(Fused):
         self.newest = self.read[:1]
         pins = self.device.type == "cuda"
         self.seen = [
-            torch.empty(self.tokens.shape, dtype=torch.long, pin_memory=pins) for _ in "ab"
+            torch.empty(self.tokens.shape, dtype=torch.long, pin_memory=pins) for _ in range(2)
         ]
         self.graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
         self.passes = 0  # after the prompt, up to the last token that counts

@@ -16,7 +16,7 @@
 // receive() gets these three, in shared memory or, in a chain of kernels, in global memory. They may
 // not be in the cache yet. What it returns is what attend_to() gets for each split.
 // attend_to() computes the attention of q to the keys n <= newest of a split, at least one. If next > 0,
-// the block goes on with split + next, which may have no keys, and may request it.
+// the block's next split is split + next, whose keys and values it may request, if there are any.
 // store() leaves the results of the split, which the step joins in order.
 //
 // load(), receive() and attend_to() may call __syncthreads(). Before store() the step calls it if
