@@ -40,8 +40,9 @@ HIDDEN = ("-fPIC", "-fvisibility=hidden")  # the versions define the same names 
 # Sanitizer checks whose failures csrc/emulator/faults.cpp handles.
 EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
 # Compiling takes longer than most emulated launches. Inlining as at -O2: a bound is checked only
-# where the compiler sees the array.
-EMULATOR_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions")
+# where the compiler sees the array. A thread may be stopped anywhere; in a linker's stub it would
+# have no source line.
+EMULATOR_OPTIMIZATION = ("-Og", "-finline-small-functions", "-finline-functions", "-fno-plt")
 # For a build that looks for races; the other build has all checks.
 VOLATILES = "--param=tsan-distinguish-volatile=1"
 RACES_OPTIMIZATION = (
