@@ -52,9 +52,11 @@ FUNCTION = re.compile(
     r"(?:__device__|__global__)[\w\s:<>*&,]*?(?:__launch_bounds__\([^{;]*?\)\s+)?\b(\w+)\("
 )
 SOURCE, LAYERS, PARSE = fused.SOURCE, "layers_at_once.cuh", header.parse_header
+INCLUDE = '#include "fp32/three_products.cuh"'  # a version's copy has the text in its place
 STEP = {name: SOURCE.with_name(name).read_text("utf-8") for name in (SOURCE.name, LAYERS)}
+PRODUCTS = (header.CSRC / "fp32" / "three_products.cuh").read_text("utf-8")
 VERSIONS = {
-    file.name: {file.name: file.read_text("utf-8")}
+    file.name: {file.name: file.read_text("utf-8").replace(INCLUDE, PRODUCTS)}
     for file in sorted((header.CSRC / "fp32").glob("v*.cu"))
     if file.name >= "v28"
 }
