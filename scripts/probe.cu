@@ -1,5 +1,5 @@
 // Measures what `gpt2-infer predict` knows of a GPU and no table tells, and prints it as JSON; the
-// numbers are in attention_kernels/inspection/sass/gpus.toml and at the head of multiprocessor.py.
+// numbers are in attention_kernels/inspection/sass/gpus.toml and at the head of time.py.
 // Cycles are those of a multiprocessor's clock. `rate` is per scheduler, for a whole warp.
 //
 //   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I attention_kernels/csrc \\

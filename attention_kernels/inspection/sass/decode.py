@@ -1,7 +1,8 @@
-"""Read the kernels of a cubin: their machine code (SASS), registers and shared memory.
+"""Read the kernels of a cubin: their machine code (SASS), registers, shared memory, parameters.
 
-execute.py executes the instructions, multiprocessor.py times them. NVIDIA publishes their names
-but not their exact meaning (CUDA Binary Utilities, "Instruction Set Reference").
+NVIDIA publishes the names of the instructions but not their exact meaning (CUDA Binary Utilities,
+"Instruction Set Reference"). Arguments have no types: a cubin says only how many bytes each
+parameter has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.util
 import os
 import re
 import shutil
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +30,12 @@ _LINE = re.compile(
 )
 _WRITES_NO_REGISTER = re.compile(r"ST|RED|BRA|BAR|EXIT|[IF]SETP|R2P|LDGSTS")
 _SIZES = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
-
-
+_EM_CUDA = b"\xbe\0"  # the machine in the ELF header of a cubin
+# A buffer in the arguments: the bits of an element, and the number of elements.
+_BUFFER = re.compile(r"(?:i|u|f|bf)(8|16|32|64)\[(\d+)\]")
+# Buffers start at 8, 9, ... terabytes, so that an address tells which buffer it is in. The launches
+# of version files use the terabytes below.
+_FIRST_BUFFER, _BUFFER_BITS = 8, 40
 _MAX_NAMES = 10  # kernels listed in a message
 
 
@@ -122,12 +128,16 @@ def consecutive(register: str, count: int) -> list[str]:
     return [f"{file}R{int(number) + i}" for i in range(count)]
 
 
+# ---- Files ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Program:
     """The kernels of a cubin, by mangled name."""
 
     path: Path
     """Their source, or the binary that contains them."""
+    cubin: Path
     gpu: GpuModel
     code: dict[str, list[Instruction]]
     needs: dict[str, tuple[int, int]]
@@ -138,31 +148,56 @@ class Program:
 
 
 def read_cubin(
-    cubin: Path,
-    path: Path,
-    gpu: GpuModel,
-    *,
-    kernel: str = "",
-    heads_first: bool = False,
+    cubin: Path, path: Path, gpu: GpuModel, kernel: str = "", *, heads_first: bool = False
 ) -> Program:
-    """Read the kernels of a cubin made from the file `path`, or the one that choose() returns.
+    """Read the kernels of a cubin made from the file `path`, or only one.
 
-    Raises BinaryError if its code is for other GPUs, and BuildError if cuobjdump fails.
+    kernel: its mangled name, or a part of it that no other kernel has. Raises BinaryError if there
+    is no such kernel or if the code is for other GPUs, and BuildError if cuobjdump fails.
     """
-    cuobjdump = find_disassembler("cuobjdump")
-    usage = compilers.output_of([cuobjdump, "-res-usage", str(cubin)])
+    usage = cuobjdump(cubin, "-res-usage")
     found = re.findall(r"Function (\S+):\s+REG:(\d+).*?SHARED:(\d+)", usage)
     # From sm_90 on, the size includes the shared memory that is reserved before a block's own.
     reserved = LIMITS[gpu.arch].reserved_bytes if int(gpu.arch) >= 90 else 0
     needs = {name: (int(count), max(0, int(size) - reserved)) for name, count, size in found}
     only = ["-fun", choose(kernel, [*needs], path.name)] if kernel else []
-    listed = compilers.output_of([cuobjdump, "-sass", *only, str(cubin)])
+    listed = cuobjdump(cubin, "-sass", *only)
     arch = re.search(r"code for sm_(\d+)", listed)
     # A GPU runs code for its own major compute capability up to its own.
     if arch and (arch[1][:-1] != gpu.arch[:-1] or int(arch[1]) > int(gpu.arch)):
         reason = f"its machine code is for sm_{arch[1]}, and {gpu.name} is sm_{gpu.arch}"
         raise BinaryError(path.name, reason)
-    return Program(path, gpu, parse(listed), needs, heads_first)
+    return Program(path, cubin, gpu, parse(listed), needs, heads_first)
+
+
+def read_kernel(
+    path: Path, gpu: GpuModel, kernel: str, arguments: Sequence[str], cubin: Path
+) -> tuple[Program, str, bytes, int]:
+    """Return a file's machine code, a kernel's symbol and parameters, and the size of its buffers.
+
+    kernel: as in read_cubin(). arguments: as in pack(). Writes the cubin. Raises BinaryError for a
+    file without such a kernel for the GPU and for arguments that do not fit it, and BuildError if a
+    program fails or is missing.
+    """
+    if not path.is_file():
+        raise BinaryError(path.name, f"there is no file {path}")
+    code = path.read_bytes()
+    if path.suffix == ".cu":
+        flags = [f"-arch=sm_{gpu.arch}", "-O3", "-lineinfo", "-cubin", str(path), "-o", str(cubin)]
+        compilers.output_of([*compilers.binding_flags("cuda", path.parent), *flags])
+    elif code[:4] == b"\x7fELF" and code[18:20] == _EM_CUDA:
+        cubin.write_bytes(code)
+    else:
+        reason = "it is neither CUDA source, *.cu, nor a cubin; `cuobjdump -xelf all` extracts"
+        raise BinaryError(path.name, f"{reason} the cubins of a library")
+    program = read_cubin(cubin, path, gpu, kernel)
+    (symbol,) = program.code
+    section = cuobjdump(cubin, "-elf", "-fun", symbol).split(f"\n.nv.info.{symbol}\n")[1]
+    found = re.findall(
+        r"Ordinal : 0x(\w+)\s+Offset  : 0x(\w+)\s+Size    : 0x(\w+)", section.split("\n\n\n")[0]
+    )
+    parameters = sorted([int(number, 16) for number in one] for one in found)
+    return program, symbol, *pack(arguments, [(at, size) for _, at, size in parameters], path.name)
 
 
 def choose(kernel: str, symbols: Sequence[str], name: str) -> str:
@@ -176,6 +211,11 @@ def choose(kernel: str, symbols: Sequence[str], name: str) -> str:
     raise BinaryError(name, f"{what} {kernel} (it has: {listed or 'none'})")
 
 
+def cuobjdump(file: Path, *options: str) -> str:
+    """Return what cuobjdump prints of a file; raises BuildError."""
+    return compilers.output_of([find_disassembler("cuobjdump"), *options, str(file)])
+
+
 def find_disassembler(program: str) -> str:
     """Find a program next to nvcc, on PATH or in Triton's package, or raise BuildError."""
     folders = [str(compilers.cuda_root(nvcc) / "bin")] if (nvcc := compilers.find_nvcc()) else []
@@ -187,6 +227,9 @@ def find_disassembler(program: str) -> str:
     if found is None:
         raise BuildError(f"needs {program}, from the CUDA toolkit or the triton package")
     return found
+
+
+# ---- Machine code --------------------------------------------------------------------------------
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
@@ -203,22 +246,68 @@ def parse(text: str) -> dict[str, list[Instruction]]:
             read = {name for _, name in names - kept}
             kept = {(place, name[:-6]) for place, name in sources if name.endswith(".reuse")}
             odd = sum(int(name[1:]) % 2 for name in read)
-            code.append(_instruction(found, (len(read) - odd, odd)))
+            operands = found["operands"].replace(".reuse", "").split(",")
+            # Bits 105 to 121: stall (4), yield (1), write and read scoreboard (3 each), wait mask
+            # (6).
+            control = int(found["high"], 16) >> 41
+            one = Instruction(
+                name=found["name"],
+                operands=tuple(part.strip() for part in operands if part.strip()),
+                guard=found["guard"] or "",
+                stall=control & 15,
+                writes=control >> 5 & 7,
+                reads=control >> 8 & 7,
+                waits=tuple(bit for bit in range(6) if control >> 11 + bit & 1),
+                registers=(len(read) - odd, odd),
+            )
+            code.append(one)
         kernels[part.split("\n", 1)[0].strip()] = code
     return kernels
 
 
-def _instruction(found: re.Match[str], registers: tuple[int, int]) -> Instruction:
-    # Bits 105 to 121: stall (4), yield (1), write and read scoreboard (3 each), wait mask (6).
-    control = int(found["high"], 16) >> 41
-    operands = re.sub(r"\.reuse\b", "", found["operands"])
-    return Instruction(
-        name=found["name"],
-        operands=tuple(part.strip() for part in operands.split(",") if part.strip()),
-        guard=found["guard"] or "",
-        stall=control & 15,
-        writes=control >> 5 & 7,
-        reads=control >> 8 & 7,
-        waits=tuple(bit for bit in range(6) if control >> 11 + bit & 1),
-        registers=registers,
-    )
+# ---- Arguments -----------------------------------------------------------------------------------
+
+
+def pack(
+    arguments: Sequence[str], parameters: Sequence[tuple[int, int]], name: str
+) -> tuple[bytes, int]:
+    """Return a kernel's parameters as it reads them, and the bytes of all buffers together.
+
+    An argument is `f32[786432]`, a buffer with as many elements (i, u, f or bf, and their bits);
+    `ptr`, a buffer of unknown size; a number, a floating-point number if it has a point or an
+    exponent; or `@` and a file with its bytes. Raises BinaryError.
+    """
+    if len(arguments) != len(parameters):
+        sizes = ", ".join(str(size) for _, size in parameters)
+        reason = f"{len(arguments)} arguments for {len(parameters)} parameters of {sizes} bytes"
+        raise BinaryError(name, reason)
+    packed = bytearray()
+    total = 0
+    for number, (text, (offset, size)) in enumerate(zip(arguments, parameters, strict=True)):
+        packed += bytes(offset - len(packed))
+        try:
+            value, in_buffer = _value(text, size, number)
+        except (ValueError, OverflowError, struct.error, OSError) as error:
+            reason = f"argument {number + 1}, {text!r}, is not {size} bytes: {error}"
+            raise BinaryError(name, reason) from error
+        packed += value
+        total += in_buffer
+    return bytes(packed), total
+
+
+def _value(text: str, size: int, number: int) -> tuple[bytes, int]:
+    """Return an argument's bytes, and the size of its buffer."""
+    buffer = _BUFFER.fullmatch(text)
+    if buffer or text == "ptr":
+        address = _FIRST_BUFFER + number << _BUFFER_BITS
+        bits, count = map(int, buffer.groups()) if buffer else (0, 0)
+        return address.to_bytes(size, "little"), bits // 8 * count
+    if text.startswith("@"):
+        value = Path(text[1:]).read_bytes()
+    elif re.fullmatch(r"[-+]?(0x[0-9a-fA-F]+|\d+)", text):
+        value = int(text, 0).to_bytes(size, "little", signed=text.startswith("-"))
+    else:
+        value = struct.pack({2: "<e", 4: "<f", 8: "<d"}.get(size, "<d"), float(text))
+    if len(value) != size:
+        raise ValueError(f"it has {len(value)}")
+    return value, 0

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from attention_kernels.inspection.resources import Launch
 from attention_kernels.inspection.sass.decode import Program, find_disassembler
-from attention_kernels.inspection.sass.multiprocessor import EXITED, SELECTED, Stall
+from attention_kernels.inspection.sass.time import EXITED, SELECTED, Stall
 from attention_kernels.ladder import compilers
 
 _LEAST = 0.01  # share of a line's stalls from which a reason, or another line, is listed
@@ -73,16 +73,13 @@ class _Place(NamedTuple):
 
 
 def explain(
-    program: Program,
-    cubin: Path,
-    launches: Sequence[tuple[Launch, float, dict[Stall, float]]],
-    time_us: float,
+    program: Program, launches: Sequence[tuple[Launch, float, dict[Stall, float]]], time_us: float
 ) -> Stalls:
-    """Explain the launches of a call. cubin: has a line table, or all lines are 0.
+    """Explain the launches of a call. Without a line table in the cubin, all lines are 0.
 
     launches: each with its part of the time and the warp-cycles by stall.
     """
-    table = _line_table(cubin)
+    table = _line_table(program.cubin)
     places: defaultdict[_Place, float] = defaultdict(float)
     text: list[str] = []
     for launch, weight, cycles in launches:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from attention_kernels.inspection.sass import decode, execute, work
+from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import SassError
-from attention_kernels.inspection.sass.multiprocessor import Multiprocessor
-from attention_kernels.inspection.sass.state import Blocks
+from attention_kernels.inspection.sass.execute import work
+from attention_kernels.inspection.sass.execute.instructions import run, with_bank_pointer
+from attention_kernels.inspection.sass.execute.state import Blocks
+from attention_kernels.inspection.sass.time import Multiprocessor
 from tests.attention_kernels.inspection.sass.common import H200
 
 TEXT = (Path(__file__).parent / "warpgroups_sm_90a.sass").read_text("utf-8")
@@ -29,9 +31,9 @@ def executed(text: str = TEXT, *, rows: int = 1 << 20) -> tuple[Blocks, work.Wor
     tensor = struct.pack("<Q5q5q5i2i", *words).ljust(128, b"\0")
     given = tensor + struct.pack("<QQi", ROW, OUT, TILES)
     constants = struct.pack("<III", 32 * WARPS, 1, 1).ljust(0x280, b"\0") + given
-    code, constants = decode.parse(text)["kernel"], execute.with_bank_pointer(constants)
+    code, constants = decode.parse(text)["kernel"], with_bank_pointer(constants)
     blocks = Blocks(code, constants, (32 * WARPS, 1, 1), [(0, 0, 0)])
-    execute.run(blocks, 100_000)
+    run(blocks, 100_000)
     (counts,) = work.counts_of(blocks)
     return blocks, work.work_of(blocks, 0, counts)
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attention_kernels.inspection.sass import decode, execute
-from attention_kernels.inspection.sass.state import Blocks
+from attention_kernels.inspection.sass import decode
+from attention_kernels.inspection.sass.execute.instructions import assumed, run
+from attention_kernels.inspection.sass.execute.state import Blocks
 from attention_kernels.ladder import build, compilers
 from attention_kernels.ladder.header import CSRC
 from tests.attention_kernels.inspection.sass.common import CODE, executed
@@ -32,8 +33,8 @@ def test_machine_code_is_run_as_the_hardware_would():
         times[issue.index] += int(issue.warps.sum())
     # Both warps run until the second ends; then the first runs three iterations.
     assert [times[index] for index in range(10)] == [2, 2, 2, 1, 1, 3, 3, 3, 3, 1]
-    loads = [issue.wavefronts for issue in done.issued if issue.wavefronts is not None]
-    assert [found.tolist() for found in loads] == [[32, 0]] * 3  # a 32-way conflict
+    loads = [issue.request for issue in done.issued if issue.request is not None]
+    assert [found[0].tolist() for found in loads] == [[32, 0]] * 3  # a 32-way conflict
 
 
 def test_the_compilers_stalls_and_scoreboards_are_read():
@@ -65,7 +66,7 @@ CALL = CODE.replace("@!P1 BRA 0x50\nEXIT", "@P1 CALL.REL.NOINC 0xa0\nBRA 0x50\nE
 def test_a_loop_is_run_as_often_as_its_counter_says(code, words, times):
     done = executed(code, words)
     assert [issue.index for issue in done.issued].count(5) == times
-    assert execute.assumed(done.code) == ["TELEPORT.FAR"] * ("TELEPORT" in code)
+    assert assumed(done.code) == ["TELEPORT.FAR"] * ("TELEPORT" in code)
 
 
 def test_an_unknown_branch_is_refused():
@@ -104,7 +105,7 @@ def test_an_operation_computes_what_the_source_says(arch, expected):
     given = struct.pack("<QQI", OUT, KEY, COUNT)
     constants = struct.pack("<III", 64, 1, 1).ljust(PARAMETERS[arch], b"\0") + given
     done = Stores(code, constants, (64, 1, 1), [(0, 0, 0)])
-    execute.run(done, 20_000)
+    run(done, 20_000)
     source = (FOLDER / "operations.cu").read_text().splitlines()
     operations = [line.strip() for line in source if line.startswith("  keep(")]
     assert len(expected) == 64 * len(operations)
@@ -132,7 +133,9 @@ def test_spilled_registers_are_restored():
     )
     for row, value in ((6, np.arange(64)), (7, 7), (8, 7), (9, 7), (10, 0), (4, 0)):
         assert (blocks.values[row] == value).all(), row
-    lines = [issue.lines.tolist() for issue in blocks.issued if blocks.code[issue.index].memory]
+    lines = [
+        issue.request[1].tolist() for issue in blocks.issued if blocks.code[issue.index].memory
+    ]
     assert lines == [[2, 2], [1, 1], [2, 2], [1, 1], [1, 1], [1, 1]]  # 32 words each
 
 
@@ -169,7 +172,7 @@ def test_predicates_are_packed_into_a_register_and_back():
 )
 def test_a_request_to_shared_memory_costs_its_wavefronts(instruction, stride, wavefronts):
     blocks = ran("S2R R4, SR_LANEID", f"IMAD R5, R4, {stride:#x}, RZ", instruction)
-    assert blocks.issued[2].wavefronts.tolist() == [wavefronts] * 2
+    assert blocks.issued[2].request[0].tolist() == [wavefronts] * 2
 
 
 @pytest.mark.parametrize(
@@ -185,5 +188,4 @@ def test_a_request_to_shared_memory_costs_its_wavefronts(instruction, stride, wa
 )
 def test_a_request_to_global_memory_costs_its_lines_and_sectors(instruction, stride, lines, misses):
     blocks = ran("S2R R4, SR_LANEID", f"IMAD.WIDE R6, R4, {stride:#x}, RZ", instruction)
-    assert blocks.issued[2].lines.tolist() == [lines] * 2
-    assert blocks.issued[2].misses.tolist() == misses
+    assert blocks.issued[2].request[1:].tolist() == [[lines] * 2, misses]

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from attention_kernels.inspection.resources import WARP, Launch, Triple
-from attention_kernels.inspection.sass import asynchronous, decode
+from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import IS_PREDICATE, Instruction, Program, SassError
-from attention_kernels.inspection.sass.state import LOW, Blocks, Issue, Mask, Values
+from attention_kernels.inspection.sass.execute import asynchronous
+from attention_kernels.inspection.sass.execute.state import LOW, Blocks, Issue, Mask, Values
 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _INSTRUCTION_BYTES = 16
@@ -27,7 +28,8 @@ _INSTRUCTION_BYTES = 16
 _PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
 _BANK_POINTER = 0x198  # the offset of the bank's own address
 _MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
-_CONTROL = ("BRA", "CALL", "RET", "EXIT", "BAR")
+_BRANCHES = ("BRA", "CALL", "RET")
+_CONTROL = (*_BRANCHES, "EXIT", "BAR")
 
 # ---- Control flow --------------------------------------------------------------------------------
 
@@ -60,56 +62,38 @@ def run(blocks: Blocks, max_issued: int) -> None:
     Raises SassError after max_issued instructions, and for an unknown branch or operand. Other
     unknown instructions write zero.
     """
-    code = blocks.code
-    operations = [_operation(one) for one in code]
-    tests = {index for index, one in enumerate(code) if asynchronous.is_test(one)}
-    done = ~blocks.exists
-    waiting = np.zeros(blocks.lanes, np.bool_)
+    operations = [_operation(one) for one in blocks.code]
     where = np.zeros(blocks.lanes, np.int64)
-    while not done.all():
-        live = ~(done | waiting | blocks.parked | blocks.testing)
+    while not blocks.done.all():
+        live = ~(blocks.done | blocks.waiting | blocks.parked | blocks.testing)
         if not live.any():
-            waiting &= ~_at_complete_barriers(blocks, waiting, done)
+            asynchronous.open_barriers(blocks)
             continue
         pc = int(where[live].min())
         here = live & (where == pc)
         others = where[live & ~here]
-        stop = int(others.min()) if others.size else len(code)
+        stop = int(others.min()) if others.size else len(blocks.code)
+        warps = here.reshape(-1, WARP).any(1)
         # Run without a branch until these threads branch or meet others.
         while pc < stop:
-            one, operation = code[pc], operations[pc]
+            one, operation = blocks.code[pc], operations[pc]
             blocks.mask = here & blocks.predicate(one.guard) if one.guard else here
-            if pc in tests and asynchronous.hold(blocks, one):
-                where[here] = pc
+            if one.base == "SYNCS" and asynchronous.hold(blocks, one):
                 break
-            blocks.issued.append(Issue(pc, here.reshape(-1, WARP).any(1)))
+            blocks.issued.append(Issue(pc, warps))
             pc += 1
-            if operation and blocks.mask.any() and (value := operation(blocks, one)) is not None:
-                blocks.write(one.operands[0], value)
+            if operation and (not one.guard or blocks.mask.any()):
+                value = operation(blocks, one)
+                if value is not None:
+                    blocks.write(one.operands[0], value)
             if one.base in _CONTROL:
-                where[here] = pc
-                if one.base == "EXIT":
-                    done |= blocks.mask
-                elif one.base == "BAR":
-                    if not asynchronous.is_numbered(one):
-                        waiting |= blocks.mask
-                else:
-                    taken = _taken(blocks, one, here)
-                    where[taken] = _targets(blocks, one)[taken]
                 break
-        else:
-            where[here] = pc
+        where[here] = pc
+        if one.base in _BRANCHES:
+            taken = _taken(blocks, one, here)
+            where[taken] = _targets(blocks, one)[taken]
         if len(blocks.issued) > max_issued:
             raise SassError(f"a block executes more than {max_issued} instructions")
-
-
-def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:
-    """Return the waiting lanes of the blocks of which no thread waits for anything else."""
-    lanes = blocks.warps * WARP
-    found = waiting & np.repeat((done | waiting).reshape(-1, lanes).all(1), lanes)
-    if not found.any():
-        raise SassError("the threads of a block wait for each other")
-    return found
 
 
 def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
@@ -167,7 +151,7 @@ def _local_access(blocks: Blocks, one: Instruction) -> None:
     The lanes' words are next to each other, and stay in L1.
     """
     active = blocks.mask.reshape(-1, WARP).any(1)
-    blocks.issued[-1].lines = np.where(active, max(1, one.size // 4), 0)
+    blocks.request[1] = np.where(active, max(1, one.size // 4), 0)
     found = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", one.memory[0])
     if not found:
         _load_zeros(blocks, one)
@@ -473,8 +457,8 @@ Operation: TypeAlias = Callable[[Blocks, Instruction], Values | int | None]
 """Executes an instruction; a value that it returns is written to the first operand."""
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
-    "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
-    "BPT", "KILL", "CGAERRBAR", *_CONTROL[:-1],
+    "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "ENDCOLLECTIVE",
+    "BPT", "KILL", "CGAERRBAR", *_BRANCHES,
 }  # fmt: skip
 _OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys(("LDS", "STS", "LDSM", "STSM", "ATOMS"), _shared_access),
@@ -495,7 +479,8 @@ _OPERATIONS: dict[str, Operation] = {
     "LOP3": _logic, "PLOP3": _predicate_logic, "F2I": _to_integer, "SHFL": _shuffle,
     "P2R": _predicates_to_register, "R2P": _register_to_predicates, "R2UR": _to_uniform,
     "BAR": asynchronous.barrier, "SYNCS": asynchronous.mbarrier, "ELECT": asynchronous.elect,
-    "USETMAXREG": asynchronous.move_registers,
+    "USETMAXREG": asynchronous.move_registers, "HGMMA": asynchronous.product,
+    "WARPGROUP": asynchronous.await_products, "EXIT": asynchronous.end,
     "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
     "POPC": lambda blocks, one: sum(blocks.read(one.operands[1]) >> i & 1 for i in range(32)),
     "FCHK": lambda blocks, one: blocks.write_predicate(one.operands[0], False),
@@ -521,7 +506,7 @@ def _operation(one: Instruction) -> Operation | None:
         return _two_halves
     if base == "MUFU" and "RCP" in one.modifiers:
         return _reciprocal
-    if _FLOATING.fullmatch(base):
+    if _FLOATING.fullmatch(base) and base != "HGMMA":
         return _zero
     if _UNKNOWN_BRANCH.fullmatch(base):
         raise SassError(f"cannot follow the branch {one.name}")

@@ -1,4 +1,4 @@
-"""The state of the threads of some blocks while execute.py executes their machine code.
+"""The state of the threads of some blocks while instructions.py executes their machine code.
 
 Integers, predicates and addresses have values; loaded values and floating-point results are zero.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -49,37 +48,18 @@ class Mbarrier:
 
 
 @dataclass
-class Numbered:
-    """A barrier of `bar.sync` with a number of threads."""
-
-    warps: list[int] = field(default_factory=list)
-    """Warps that have arrived."""
-    waiting: list[int] = field(default_factory=list)
-    """Those of them that wait."""
-    generation: int = 0
-
-
-_NOTHING: Mapping[int, Event] = MappingProxyType({})  # most instructions concern no event
-
-
-@dataclass
 class Issue:
     """One instruction that some warps execute at once."""
 
     index: int
     """Index of the instruction."""
     warps: Mask
-    wavefronts: Values | None = None
-    """Wavefronts of shared memory, by warp."""
-    lines: Values | None = None
-    """L1 cache lines (128 bytes each) that a global-memory request touches, by warp."""
-    misses: Values | None = None
-    """Sectors of global memory (32 bytes each) that go to L2, by warp: all of a store's,
+    request: Values | None = None
+    """By warp, the wavefronts of shared memory, the L1 cache lines (128 bytes each) that a request
+    of global memory touches, and the sectors of it (32 bytes each) that go to L2: all of a store's,
     otherwise those that no thread of the block has touched before."""
-    signals: Mapping[int, Event] = field(default_factory=lambda: _NOTHING)
-    """What each warp contributes to."""
-    awaits: Mapping[int, Event] = field(default_factory=lambda: _NOTHING)
-    """What each warp waits for."""
+    events: dict[int, tuple[Event | None, Event | None]] = field(default_factory=dict)
+    """By warp, what it contributes to, and what it waits for."""
 
 
 @dataclass
@@ -115,17 +95,23 @@ class Blocks:
             "SR_LANEID": at % WARP,
             **{f"SR_CTAID.{axis}": index[:, i] for i, axis in enumerate("XYZ")},
         }
-        self.exists: Mask = at < threads
-        self.mask = self.exists  # the lanes in which the current instruction takes effect
+        self.done: Mask = at >= threads  # lanes that have ended
+        self.mask = ~self.done  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}  # by block, and shared address
-        self.numbered: dict[tuple[int, int], Numbered] = {}  # by block and number
-        # Lanes that wait for the phase that they test, and lanes that wait at a numbered barrier.
-        self.testing, self.parked = np.zeros((2, self.lanes), np.bool_)
+        # By block and number of a barrier: its generation, and the warps that have arrived, or -1
+        # for those that do not wait.
+        self.generations: Counter[tuple[int, int]] = Counter()
+        self.arrived: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        # By warp: products of its warpgroup, and the last one of each group.
+        self.products: Counter[int] = Counter()
+        self.groups: defaultdict[int, list[Event]] = defaultdict(list)
+        # Lanes that wait for the phase that they test, at a numbered barrier, and at the block's.
+        self.testing, self.parked, self.waiting = np.zeros((3, self.lanes), np.bool_)
 
     # ---- Operands --------------------------------------------------------------------------------
 
@@ -193,6 +179,14 @@ class Blocks:
 
     # ---- Memory ----------------------------------------------------------------------------------
 
+    @property
+    def request(self) -> Values:
+        """The wavefronts, lines and misses of the current instruction, to be filled in."""
+        issue = self.issued[-1]
+        if issue.request is None:
+            issue.request = np.zeros((3, self.lanes // WARP), np.int64)
+        return issue.request
+
     def address(self, operand: str, *, wide: bool) -> Values:
         """Return the address in each lane; wide: registers without a modifier hold 64 bits."""
         total = np.zeros(self.lanes, np.int64)
@@ -212,17 +206,15 @@ class Blocks:
         first = np.take_along_axis(by_warp, active.argmax(1)[:, None], 1)
         relative = np.where(active, by_warp - (first & ~127), LOW)
         patterns, row = relative.tobytes(), relative.itemsize * WARP
-        found = np.zeros(len(relative), np.int64)
         for warp in np.flatnonzero(active.any(1)).tolist():
             key = size, merges, patterns[warp * row : (warp + 1) * row]
             if key not in self._wavefronts:
                 self._wavefronts[key] = _wavefronts(relative[warp], size, merges)
-            found[warp] = self._wavefronts[key]
-        self.issued[-1].wavefronts = found
+            self.request[0, warp] = self._wavefronts[key]
 
     def request_global(self, addresses: Values, one: Instruction) -> None:
         """Count the L1 lines of each warp's request, and the sectors that go to L2."""
-        lines, misses = np.zeros((2, self.lanes // WARP), np.int64)
+        _, lines, misses = self.request
         mask = self.mask.reshape(-1, WARP)
         active = np.flatnonzero(mask.any(1))
         mask = mask[active]
@@ -241,7 +233,6 @@ class Blocks:
             if new and one.base not in STORES:
                 self.fetched[new[0] >> 35] += len(new)
             seen.update(touched)
-        self.issued[-1].lines, self.issued[-1].misses = lines, misses
 
 
 def _wavefronts(relative: Values, size: int, merges: bool) -> int:

@@ -21,8 +21,8 @@ import numpy as np
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.resources import Launch, Triple
 from attention_kernels.inspection.sass.decode import Instruction, Program
-from attention_kernels.inspection.sass.execute import run_blocks
-from attention_kernels.inspection.sass.state import WARPGROUP, Blocks, Event, Issue
+from attention_kernels.inspection.sass.execute.instructions import run_blocks
+from attention_kernels.inspection.sass.execute.state import WARPGROUP, Blocks, Event, Issue, Mask
 
 _SAMPLED = 8  # blocks executed if the work of the others can be interpolated
 _SPREAD = 128  # blocks executed otherwise
@@ -31,20 +31,10 @@ _LINEAR = 0.02  # deviation from a line up to which work counts as linear
 _MAX_GRID = 2**20  # most blocks in a grid: each is scheduled
 _MAX_WHOLE = 32  # block 0 is executed as well if an axis has at most this many blocks
 
-Issued: TypeAlias = tuple[int, int, int, int]
-"""An instruction of a warp: its index, wavefronts, L1 lines, and sectors that go to L2."""
-
-
-@dataclass(frozen=True)
-class Events:
-    """The events of a block."""
-
-    needs: Counter[Event] = field(default_factory=Counter)
-    """Number of contributions that complete each event."""
-    signals: dict[tuple[int, int], Event] = field(default_factory=dict)
-    """The event to which an instruction contributes, by warp and position in its instructions."""
-    awaits: dict[tuple[int, int], Event] = field(default_factory=dict)
-    """The event for which an instruction waits, by warp and position in its instructions."""
+Issued: TypeAlias = tuple[int, Sequence[int], Event | None, Event | None]
+"""An instruction of a warp: its index; its wavefronts, L1 lines and sectors that go to L2; the
+event to which it contributes; and the event for which it waits."""
+_NO_REQUEST = [0, 0, 0]
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,8 @@ class Work:
     counts: Counter[str]
     """Instructions in total and by pipe, wavefronts, lines, misses, and of the products of
     warpgroups the FLOP and the wavefronts of their operands."""
-    events: Events = field(default_factory=Events)
+    needs: Counter[Event] = field(default_factory=Counter)
+    """Number of contributions that complete each event."""
 
     @property
     def instructions(self) -> int:
@@ -100,10 +91,9 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
     """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
     totals = np.zeros((4, len(blocks.code), len(blocks.indices), blocks.warps), np.int32)
     for issue in blocks.issued:
-        counted = issue.warps, issue.wavefronts, issue.lines, issue.misses
-        for total, by_warp in zip(totals, counted, strict=True):
-            if by_warp is not None:
-                total[issue.index] += by_warp.reshape(totals.shape[2:])
+        totals[0, issue.index] += issue.warps.reshape(totals.shape[2:])
+        if issue.request is not None:
+            totals[1:, issue.index] += issue.request.reshape(3, *totals.shape[2:])
     found: list[Counter[str]] = [Counter() for _ in blocks.indices]
     by_block = totals.sum(3)
     for index, block in np.argwhere(by_block[0]).tolist():
@@ -123,48 +113,29 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
 
 def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
     """Return what the warps of block `number` of the emulated blocks execute."""
-    of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
-    issued = [issue for issue in blocks.issued if issue.warps[of_block].any()]
-    warps: list[list[Issued]] = [[] for _ in range(blocks.warps)]
-    parts: list[list[int]] = []
-    for at, issue in enumerate(issued):
-        if at >= len(issued) * len(parts) / 8:
-            parts.append([len(warp) for warp in warps])
-        wavefronts, lines, misses = (
-            [0] * blocks.warps if x is None else x[of_block].tolist()
-            for x in (issue.wavefronts, issue.lines, issue.misses)
-        )
-        for warp in np.flatnonzero(issue.warps[of_block]).tolist():
-            warps[warp].append((issue.index, wavefronts[warp], lines[warp], misses[warp]))
-    return Work(warps, parts, counts, events_of(blocks, number, issued))
-
-
-def events_of(blocks: Blocks, number: int, issued: Sequence[Issue]) -> Events:
-    """Return the events of block `number` of the emulated blocks, given its instructions."""
-    found = Events()
     first = number * blocks.warps
-    positions = [0] * blocks.warps
-    products = [0] * blocks.warps
-    groups: list[list[Event]] = [[] for _ in positions]  # the last product of each group, by warp
-    for issue in issued:
-        one = blocks.code[issue.index]
-        for warp in np.flatnonzero(issue.warps[first : first + blocks.warps]).tolist():
-            signal, awaited = issue.signals.get(first + warp), issue.awaits.get(first + warp)
-            if one.base == "HGMMA":
-                signal = ("product", number, warp // WARPGROUP, products[warp])
-                products[warp] += 1
-                if "gsb0" in one.operands:
-                    groups[warp].append(signal)
-            elif one.base == "WARPGROUP" and "DEPBAR" in one.modifiers:
-                running = int(one.operands[1], 16)
-                if len(groups[warp]) > running:
-                    awaited = groups[warp][-1 - running]
+    of_block = slice(first, first + blocks.warps)
+    issued: list[tuple[Issue, list[int]]] = []  # with the warps that execute it
+    mask: Mask | None = None
+    active: list[int] = []
+    for issue in blocks.issued:
+        if issue.warps is not mask:
+            mask = issue.warps
+            active = np.flatnonzero(mask[of_block]).tolist()
+        if active:
+            issued.append((issue, active))
+    found = Work([[] for _ in range(blocks.warps)], [], counts)
+    for at, (issue, active) in enumerate(issued):
+        if at >= len(issued) * len(found.parts) / 8:
+            found.parts.append([len(warp) for warp in found.warps])
+        requests = [_NO_REQUEST] * blocks.warps
+        if issue.request is not None:
+            requests = issue.request[:, of_block].T.tolist()
+        for warp in active:
+            signal, awaited = issue.events.get(first + warp, (None, None))
+            found.warps[warp].append((issue.index, requests[warp], signal, awaited))
             if signal:
                 found.needs[signal] += 1
-                found.signals[warp, positions[warp]] = signal
-            if awaited:
-                found.awaits[warp, positions[warp]] = awaited
-            positions[warp] += 1
     return found
 
 

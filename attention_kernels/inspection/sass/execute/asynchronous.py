@@ -1,8 +1,8 @@
-"""Execute what warps do at their own pace: mbarriers, tiles copied by TMA, numbered barriers.
+"""Execute what warps do at their own pace: mbarriers, copies by TMA, products of warpgroups.
 
 Copies complete at once. A thread that tests a phase waits until the phase is complete, so each test
-is executed only once. The arrivals and copies that complete a phase are recorded;
-multiprocessor.py times them.
+is executed only once. The arrivals, copies and products that complete an event are recorded;
+time.py times them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
-from attention_kernels.inspection.sass.state import LOW, Blocks, Event, Mbarrier, Numbered
+from attention_kernels.inspection.sass.execute.state import LOW, WARPGROUP, Blocks, Mbarrier
 
 # Code addresses constant bank 0 from an offset on like memory, to find tensor maps. Here that
 # address is far from all tensors.
@@ -26,32 +26,27 @@ BANK_BEGIN, BANK_ADDRESS = 0x210, 64 << 40
 _MAP = struct.Struct("<Q5q5q5iii")
 
 
-def is_test(one: Instruction) -> bool:
-    """Return whether an instruction tests whether a phase is complete."""
-    return one.base == "SYNCS" and "PHASECHK" in one.modifiers
-
-
 def is_numbered(one: Instruction) -> bool:
     """Return whether a barrier has a number of threads, and so need not be the whole block's."""
     return one.base == "BAR" and one.modifiers[0] in ("SYNC", "ARV") and len(one.operands) == 2
 
 
 def hold(blocks: Blocks, one: Instruction) -> bool:
-    """Make lanes wait whose phase is not complete; return whether any do."""
+    """Make lanes wait that test a phase which is not complete; return whether any do."""
     found = False
-    for warp, lane in _warps(blocks):
+    for warp, lane in _warps(blocks) if "PHASECHK" in one.modifiers else ():
         barrier, _ = _mbarrier(blocks, one, lane)
         parity = int(blocks.read(one.operands[-1])[lane]) >> 31
         if barrier.phase % 2 == parity:
-            lanes = slice(warp * WARP, (warp + 1) * WARP)
-            blocks.testing[lanes] |= blocks.mask[lanes]
+            blocks.testing[_lanes(warp)] |= blocks.mask[_lanes(warp)]
             found = True
     return found
 
 
 def mbarrier(blocks: Blocks, one: Instruction) -> None:
     """Execute SYNCS: initialize an mbarrier, arrive at it or pass a test."""
-    signals, awaits = _contributions(blocks)
+    events = blocks.issued[-1].events
+    is_test = "PHASECHK" in one.modifiers
     for warp, lane in _warps(blocks):
         if "EXCH" in one.modifiers:
             # The word counts arrivals up to 2^20, from bit 1 on.
@@ -60,24 +55,22 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
             blocks.mbarriers[place] = Mbarrier(arrivals, arrivals)
             continue
         barrier, place = _mbarrier(blocks, one, lane)
-        if is_test(one):
+        if is_test:
             if barrier.phase:
-                awaits[warp] = ("phase", *place, barrier.phase - 1)
+                events[warp] = None, ("phase", *place, barrier.phase - 1)
             continue
-        lanes = slice(warp * WARP, (warp + 1) * WARP)
-        arriving = np.flatnonzero(blocks.mask[lanes]) + warp * WARP
-        signals[warp] = ("phase", *place, barrier.phase)
-        barrier.left -= len(arriving)
-        barrier.bytes += int(blocks.read(one.operands[-1])[arriving].sum())
+        arriving = blocks.mask[_lanes(warp)]
+        events[warp] = ("phase", *place, barrier.phase), None
+        barrier.left -= int(arriving.sum())
+        barrier.bytes += int(blocks.read(one.operands[-1])[_lanes(warp)][arriving].sum())
         _complete(blocks, place)
-    if is_test(one):
+    if is_test:
         blocks.write_predicate(one.operands[0], True)
 
 
 def copy_tile(blocks: Blocks, one: Instruction) -> None:
     """Execute UTMALDG, a box of a tensor, and UBLKCP, contiguous bytes, from global memory."""
-    issue, (signals, _) = blocks.issued[-1], _contributions(blocks)
-    issue.wavefronts, issue.misses = np.zeros((2, blocks.lanes // WARP), np.int64)
+    wavefronts, _, misses = blocks.request
     _, register = consecutive(one.operands[0].strip("[]"), 2)  # it holds the mbarrier's address
     for warp, lane in _warps(blocks):
         if one.base == "UBLKCP":
@@ -85,14 +78,14 @@ def copy_tile(blocks: Blocks, one: Instruction) -> None:
             rows = [(int(blocks.read64(one.operands[1].strip("[]"))[lane]), size)]
         else:
             size, rows = _box(blocks, one, lane)
-        issue.wavefronts[warp] = -(-size // 128)
+        wavefronts[warp] = -(-size // 128)
         for address, count in rows:
             sectors = (address + count + 31 >> 5) - (address >> 5)
-            issue.misses[warp] += sectors
+            misses[warp] += sectors
             blocks.fetched[address >> 40] += sectors
         place = warp // blocks.warps, int(blocks.read(register)[lane])
         barrier = _at(blocks, one, place)
-        signals[warp] = ("phase", *place, barrier.phase)
+        blocks.issued[-1].events[warp] = ("phase", *place, barrier.phase), None
         barrier.bytes -= size
         _complete(blocks, place)
 
@@ -124,34 +117,66 @@ def _within(at: int, count: int, size: int) -> range:
 
 
 def barrier(blocks: Blocks, one: Instruction) -> None:
-    """Execute BAR.SYNC and BAR.ARV of a numbered barrier; that of the whole block is run()'s."""
+    """Execute BAR: wait for the whole block, or for as many threads as the barrier has."""
     if not is_numbered(one):
+        blocks.waiting |= blocks.mask
         return
-    signals, awaits = _contributions(blocks)
     for warp, lane in _warps(blocks):
         number, threads = (int(blocks.read(x)[lane]) for x in one.operands[:2])
-        block = warp // blocks.warps
-        numbered = blocks.numbered.setdefault((block, number), Numbered())
-        event = ("numbered", block, number, numbered.generation)
-        signals[warp] = event
-        numbered.warps.append(warp)
-        if "SYNC" in one.modifiers:
-            awaits[warp] = event
-            numbered.waiting.append(warp)
-            lanes = slice(warp * WARP, (warp + 1) * WARP)
-            blocks.parked[lanes] |= blocks.mask[lanes]
-        if len(numbered.warps) * WARP >= threads:
-            for other in numbered.waiting:
-                blocks.parked[other * WARP : (other + 1) * WARP] = False
-            blocks.numbered[block, number] = Numbered(generation=numbered.generation + 1)
+        place, waits = (warp // blocks.warps, number), "SYNC" in one.modifiers
+        event = "numbered", *place, blocks.generations[place]
+        blocks.issued[-1].events[warp] = event, event if waits else None
+        arrived = blocks.arrived[place]
+        arrived.append(warp if waits else -1)
+        if waits:
+            blocks.parked[_lanes(warp)] |= blocks.mask[_lanes(warp)]
+        if len(arrived) * WARP >= threads:
+            for other in arrived:
+                if other >= 0:
+                    blocks.parked[_lanes(other)] = False
+            arrived.clear()
+            blocks.generations[place] += 1
+
+
+def product(blocks: Blocks, one: Instruction) -> int:
+    """Execute HGMMA, a product that four warps issue; the last of a group has a scoreboard."""
+    for warp, _ in _warps(blocks):
+        block, of_block = divmod(warp, blocks.warps)
+        event = "product", block, of_block // WARPGROUP, blocks.products[warp]
+        blocks.issued[-1].events[warp] = event, None
+        blocks.products[warp] += 1
+        if "gsb0" in one.operands:
+            blocks.groups[warp].append(event)
+    return 0
+
+
+def await_products(blocks: Blocks, one: Instruction) -> None:
+    """Execute WARPGROUP.DEPBAR: wait until at most so many groups of products are running."""
+    for warp, _ in _warps(blocks) if "DEPBAR" in one.modifiers else ():
+        if others := blocks.groups[warp][: -int(one.operands[1], 16) or None]:
+            blocks.issued[-1].events[warp] = None, others[-1]
+
+
+def open_barriers(blocks: Blocks) -> None:
+    """Let the threads of blocks go on in which none waits for anything but the block's barrier."""
+    ready = (blocks.done | blocks.waiting).reshape(-1, blocks.warps * WARP).all(1)
+    opened = blocks.waiting & np.repeat(ready, blocks.warps * WARP)
+    if not opened.any():
+        raise SassError("the threads of a block wait for each other")
+    blocks.waiting &= ~opened
+
+
+def end(blocks: Blocks, _: Instruction) -> None:
+    """Execute EXIT."""
+    blocks.done |= blocks.mask
 
 
 def move_registers(blocks: Blocks, one: Instruction) -> None:
     """Execute USETMAXREG: registers that warps give up are there for those that ask for more."""
-    signals, awaits = _contributions(blocks)
-    events = signals if "DEALLOC" in one.modifiers else awaits
     for warp, _ in _warps(blocks):
-        events[warp] = ("registers", warp // blocks.warps, 0, 0)
+        event = "registers", warp // blocks.warps, 0, 0
+        found = (event, None) if "DEALLOC" in one.modifiers else (None, event)
+        blocks.issued[-1].events[warp] = found
     if "TRY_ALLOC" in one.modifiers:
         blocks.write_predicate(one.operands[0], True)
 
@@ -163,15 +188,8 @@ def elect(blocks: Blocks, one: Instruction) -> None:
     blocks.write_predicate(one.operands[0], chosen)
 
 
-def _contributions(blocks: Blocks) -> tuple[dict[int, Event], dict[int, Event]]:
-    """Return the events of the last instruction, to be filled in by warp.
-
-    First those to which warps contribute, then those for which they wait.
-    """
-    signals: dict[int, Event] = {}
-    awaits: dict[int, Event] = {}
-    blocks.issued[-1].signals, blocks.issued[-1].awaits = signals, awaits
-    return signals, awaits
+def _lanes(warp: int) -> slice:
+    return slice(warp * WARP, (warp + 1) * WARP)
 
 
 def _warps(blocks: Blocks) -> list[tuple[int, int]]:
