@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import re
 import shutil
 import struct
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +33,8 @@ _LINE = re.compile(
 _WRITES_NO_REGISTER = re.compile(r"ST|RED|BRA|BAR|EXIT|[IF]SETP|R2P|LDGSTS")
 _SIZES = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
 _EM_CUDA = b"\xbe\0"  # the machine in the ELF header of a cubin
-# A buffer in the arguments: the bits of an element, and the number of elements.
-_BUFFER = re.compile(r"(?:i|u|f|bf)(8|16|32|64)\[(\d+)\]")
+# A buffer in the arguments: the bits of an element, its sizes and, of a tensor map, a box's.
+_BUFFER = re.compile(r"(?:i|u|f|bf)(8|16|32|64)\[(\d+(?:x\d+)*)(?:/(\d+(?:x\d+)*))?\]")
 # Buffers start at 8, 9, ... terabytes, so that an address tells which buffer it is in. The launches
 # of version files use the terabytes below.
 _FIRST_BUFFER, _BUFFER_BITS = 8, 40
@@ -113,7 +115,7 @@ class Instruction:
     @functools.cached_property
     def loaded(self) -> list[str]:
         """The registers that a load writes."""
-        found = [x for x in self.operands if re.fullmatch(r"R\d+", x)]
+        found = [x for x in self.operands if re.fullmatch(r"R(\d+|Z)", x)]
         if not found or self.base == "LDGSTS" or not self.base.startswith(("LD", "ATOM")):
             return []
         matrices = int(self.modifiers[-1]) if self.base == "LDSM" else 0
@@ -171,33 +173,49 @@ def read_cubin(
 
 
 def read_kernel(
-    path: Path, gpu: GpuModel, kernel: str, arguments: Sequence[str], cubin: Path
+    path: Path, gpu: GpuModel, kernel: str, arguments: Sequence[str], folder: Path
 ) -> tuple[Program, str, bytes, int]:
     """Return a file's machine code, a kernel's symbol and parameters, and the size of its buffers.
 
-    kernel: as in read_cubin(). arguments: as in pack(). Writes the cubin. Raises BinaryError for a
-    file without such a kernel for the GPU and for arguments that do not fit it, and BuildError if a
-    program fails or is missing.
+    path: CUDA source or PTX, a cubin, or a library, object or program that contains cubins. kernel:
+    as in read_cubin(). arguments: as in pack(). folder: gets a cubin that is not there yet. Raises
+    BinaryError for a file without such a kernel for the GPU and for arguments that do not fit it,
+    and BuildError if a program fails or is missing.
     """
     if not path.is_file():
         raise BinaryError(path.name, f"there is no file {path}")
-    code = path.read_bytes()
-    if path.suffix == ".cu":
-        flags = [f"-arch=sm_{gpu.arch}", "-O3", "-lineinfo", "-cubin", str(path), "-o", str(cubin)]
+    with path.open("rb") as file:
+        head = file.read(20)
+    cubin = path
+    if path.suffix in (".cu", ".ptx"):
+        cubin, arch = folder / "kernel.cubin", gpu.arch + "a" * (gpu.arch == "90")
+        flags = [f"-arch=sm_{arch}", "-O3", "-lineinfo", "-cubin", str(path), "-o", str(cubin)]
         compilers.output_of([*compilers.binding_flags("cuda", path.parent), *flags])
-    elif code[:4] == b"\x7fELF" and code[18:20] == _EM_CUDA:
-        cubin.write_bytes(code)
-    else:
-        reason = "it is neither CUDA source, *.cu, nor a cubin; `cuobjdump -xelf all` extracts"
-        raise BinaryError(path.name, f"{reason} the cubins of a library")
+    elif head[:4] != b"\x7fELF" or head[18:20] != _EM_CUDA:
+        cubin = _embedded(path, gpu, kernel, folder)
     program = read_cubin(cubin, path, gpu, kernel)
     (symbol,) = program.code
-    section = cuobjdump(cubin, "-elf", "-fun", symbol).split(f"\n.nv.info.{symbol}\n")[1]
-    found = re.findall(
-        r"Ordinal : 0x(\w+)\s+Offset  : 0x(\w+)\s+Size    : 0x(\w+)", section.split("\n\n\n")[0]
-    )
+    section = cuobjdump(cubin, "-elf").split(f"\n.nv.info.{symbol}\n")[1].split("\n\n\n")[0]
+    found = re.findall(r"Ordinal : 0x(\w+)\s+Offset  : 0x(\w+)\s+Size    : 0x(\w+)", section)
     parameters = sorted([int(number, 16) for number in one] for one in found)
     return program, symbol, *pack(arguments, [(at, size) for _, at, size in parameters], path.name)
+
+
+def _embedded(path: Path, gpu: GpuModel, kernel: str, folder: Path) -> Path:
+    """Extract the cubins of a file, and return the one whose kernel the GPU would run."""
+    command = [find_disassembler("cuobjdump"), "-xelf", "all", str(path.resolve())]
+    compilers.output_of(command, str(folder))
+    # A GPU runs code for its own major compute capability up to its own.
+    runs = re.compile(rf"sm_{gpu.arch[:-1]}([0-{gpu.arch[-1]}]a?)\.cubin$")
+    found = defaultdict(list)
+    for cubin in folder.iterdir():
+        name = runs.search(cubin.name)
+        if name and kernel.encode() in cubin.read_bytes():
+            found[name[1]].append(cubin)
+    if not found or len(found[max(found)]) > 1:
+        count = "several of its cubins have" if found else "none of its cubins has"
+        raise BinaryError(path.name, f"{count} a kernel named {kernel} for {gpu.name}")
+    return found[max(found)][0]
 
 
 def choose(kernel: str, symbols: Sequence[str], name: str) -> str:
@@ -218,11 +236,10 @@ def cuobjdump(file: Path, *options: str) -> str:
 
 def find_disassembler(program: str) -> str:
     """Find a program next to nvcc, on PATH or in Triton's package, or raise BuildError."""
-    folders = [str(compilers.cuda_root(nvcc) / "bin")] if (nvcc := compilers.find_nvcc()) else []
-    folders.append(os.environ.get("PATH", ""))
-    triton = importlib.util.find_spec("triton")
-    for folder in (triton.submodule_search_locations or ()) if triton else ():
-        folders.append(f"{folder}/backends/nvidia/bin")
+    nvcc, triton = compilers.find_nvcc(), importlib.util.find_spec("triton")
+    folders = [f"{compilers.cuda_root(nvcc)}/bin"] if nvcc else []
+    packages = (triton.submodule_search_locations or ()) if triton else ()
+    folders += [os.environ.get("PATH", ""), *(f"{x}/backends/nvidia/bin" for x in packages)]
     found = shutil.which(program, path=os.pathsep.join(folders))
     if found is None:
         raise BuildError(f"needs {program}, from the CUDA toolkit or the triton package")
@@ -273,9 +290,10 @@ def pack(
 ) -> tuple[bytes, int]:
     """Return a kernel's parameters as it reads them, and the bytes of all buffers together.
 
-    An argument is `f32[786432]`, a buffer with as many elements (i, u, f or bf, and their bits);
-    `ptr`, a buffer of unknown size; a number, a floating-point number if it has a point or an
-    exponent; or `@` and a file with its bytes. Raises BinaryError.
+    An argument is `f32[786432]` or `f32[12x65536]`, a buffer with as many elements (i, u, f or bf,
+    and their bits); `f16[12288x64/128x64]`, a tensor map of a contiguous buffer that is copied in
+    boxes of 128 x 64; `ptr`, a buffer of unknown size; a number, a floating-point number if it has
+    a point or an exponent; or `@` and a file with its bytes. Raises BinaryError.
     """
     if len(arguments) != len(parameters):
         sizes = ", ".join(str(size) for _, size in parameters)
@@ -297,12 +315,17 @@ def pack(
 
 def _value(text: str, size: int, number: int) -> tuple[bytes, int]:
     """Return an argument's bytes, and the size of its buffer."""
-    buffer = _BUFFER.fullmatch(text)
-    if buffer or text == "ptr":
-        address = _FIRST_BUFFER + number << _BUFFER_BITS
-        bits, count = map(int, buffer.groups()) if buffer else (0, 0)
-        return address.to_bytes(size, "little"), bits // 8 * count
-    if text.startswith("@"):
+    address, buffer = _FIRST_BUFFER + number << _BUFFER_BITS, _BUFFER.fullmatch(text)
+    in_buffer = 0
+    if buffer:
+        bits, *axes = buffer.groups()
+        sizes, box = ([*map(int, x.split("x"))] if x else [] for x in axes)
+        in_buffer = int(bits) // 8 * math.prod(sizes)
+    if buffer and box:
+        value = _map_of(address, int(bits) // 8, sizes[::-1], box[::-1])
+    elif buffer or text == "ptr":
+        value = address.to_bytes(size, "little")
+    elif text.startswith("@"):
         value = Path(text[1:]).read_bytes()
     elif re.fullmatch(r"[-+]?(0x[0-9a-fA-F]+|\d+)", text):
         value = int(text, 0).to_bytes(size, "little", signed=text.startswith("-"))
@@ -310,4 +333,47 @@ def _value(text: str, size: int, number: int) -> tuple[bytes, int]:
         value = struct.pack({2: "<e", 4: "<f", 8: "<d"}.get(size, "<d"), float(text))
     if len(value) != size:
         raise ValueError(f"it has {len(value)}")
-    return value, 0
+    return value, in_buffer
+
+
+# ---- Tensor maps ---------------------------------------------------------------------------------
+
+MAP_BYTES = 128
+# The emulator's map, see csrc/emulator/in_flight.h: the address, sizes, strides in bytes, box,
+# bytes of an element, swizzle.
+_EMULATED = struct.Struct("<Q5q5q5iii")
+# Hopper's, as ptxas compiles `tensormap.replace`: the address; the rank - 1 from bit 4 and the type
+# from bit 7 on; four strides in units of 16 bytes, and their upper bits; sizes - 1; and those of a
+# box - 1.
+_HOPPER = struct.Struct("<QI4II5I3x5B")
+_TYPE_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)  # by CUtensorMapDataType
+
+
+def read_map(raw: bytes) -> tuple[int, int, list[int], list[int], list[int]]:
+    """Return a map's tensor, the bytes of an element, sizes, strides in bytes, and a box's sizes.
+
+    Those of the emulator use their second half, Hopper's do not.
+    """
+    if any(raw[64:]):
+        tensor, *words = _EMULATED.unpack_from(raw)
+        return tensor, words[15], words[:5], words[5:10], words[10:15]
+    tensor, kind, *words = _HOPPER.unpack_from(raw)
+    element = _TYPE_BYTES[kind >> 7 & 15]
+    strides = [(low | (words[4] >> 4 * i & 15) << 32) << 4 for i, low in enumerate(words[:4])]
+    sizes, box = ([n + 1 for n in some] for some in (words[5:10], words[10:]))
+    return tensor, element, sizes, [element, *strides], box
+
+
+def _map_of(tensor: int, element: int, sizes: Sequence[int], box: Sequence[int]) -> bytes:
+    """Return Hopper's map of a contiguous tensor; sizes: the innermost first."""
+    found = bytearray(MAP_BYTES)
+    kind = len(sizes) - 1 << 4 | _TYPE_BYTES.index(element) << 7
+    struct.pack_into("<QI", found, 0, tensor, kind)
+    stride = element
+    for axis, (size, width) in enumerate(zip(sizes, box, strict=True)):
+        if axis:
+            struct.pack_into("<I", found, 8 + 4 * axis, stride >> 4)
+        struct.pack_into("<I", found, 0x20 + 4 * axis, size - 1)
+        found[0x37 + axis] = width - 1
+        stride *= size
+    return bytes(found)

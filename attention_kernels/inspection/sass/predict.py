@@ -140,8 +140,7 @@ def predict_kernel(
     by source line. Raises the errors of decode.read_kernel(), UnsupportedError, and SassError.
     """
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        program, symbol, packed, size = decode.read_kernel(path, gpu, kernel, args, cubin)
+        program, symbol, packed, size = decode.read_kernel(path, gpu, kernel, args, Path(folder))
         launch = Launch(0, symbol, symbol, grid, block, shared, packed)
         return _predict_call(program, {launch: 1}, size, lines=lines)
 

@@ -56,18 +56,14 @@ _MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
 SELECTED = "selected"
 NOT_SELECTED = "not selected"
 LONG, SHORT = "long scoreboard", "short scoreboard"
-MIO, LG = "MIO throttle", "LG throttle"
-MATH, DISPATCH = "math pipe throttle", "dispatch stall"
-WAIT, BRANCH, BARRIER = "wait", "branch resolving", "barrier"
-GMMA = "gmma"
-FETCH = "no instruction"
+MIO, WAIT = "MIO throttle", "wait"
 EXITED = "exited"
 """The warp has ended, but not yet the others: a profiler takes no sample of it."""
 
 
 # The reason why a warp waits after an instruction: for its fixed latency, or until others wake it.
-_AFTER = dict.fromkeys(("BRA", "BRX", "CALL", "RET", "JMP"), BRANCH)
-_AWAITING = {"SYNCS": LONG, "WARPGROUP": GMMA, "BAR": BARRIER}
+_AFTER = dict.fromkeys(("BRA", "BRX", "CALL", "RET", "JMP"), "branch resolving")
+_AWAITING = {"SYNCS": LONG, "WARPGROUP": "gmma", "BAR": "barrier"}
 
 
 class Stall(NamedTuple):
@@ -310,14 +306,14 @@ class Multiprocessor:
         pipe, registers = self.pipe_of[index], self.code[index].registers
         when, why = now, NOT_SELECTED
         if scheduler.pipes[pipe] > when:
-            when, why = scheduler.pipes[pipe], MIO if pipe in _SLOW else MATH
+            when, why = scheduler.pipes[pipe], MIO if pipe in _SLOW else "math pipe throttle"
         if pipe in _LOAD_STORE:
             queued = max(self.shared, scheduler.port) - _QUEUE
             if queued > when:
-                when, why = queued, LG if pipe == "global" else MIO
+                when, why = queued, "LG throttle" if pipe == "global" else MIO
         for count, read in zip(registers, scheduler.banks, strict=True) if is_first else ():
             if count and read + count - _WINDOW > when:
-                when, why = read + count - _WINDOW, DISPATCH
+                when, why = read + count - _WINDOW, "dispatch stall"
         return when, why
 
     def _issue(self, warp: _Warp, scheduler: _Scheduler, now: float) -> None:
@@ -411,7 +407,7 @@ class Multiprocessor:
         arrives = scheduler.fetch(warp.index // _LINE, warp.issued)
         if arrives > when:
             when = arrives
-            self._watch(warp, when, FETCH)
+            self._watch(warp, when, "no instruction")
         if one.waits:
             released, cause, reason = max(warp.boards[board] for board in one.waits)
             self._watch(warp, released, reason, cause)
@@ -435,7 +431,7 @@ class Multiprocessor:
         if block.arrived and len(block.arrived) == block.running:
             when = block.opens + _BARRIER
             for warp in block.arrived:
-                self._watch(warp, when, BARRIER, warp.stream[warp.at - 1][0])
+                self._watch(warp, when, "barrier", warp.stream[warp.at - 1][0])
                 self._wake(warp, when)
             block.arrived.clear()
 

@@ -10,20 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import struct
 
 import numpy as np
 
-from attention_kernels.inspection.resources import WARP
-from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
+from attention_kernels.inspection.resources import HOPPER_PARAMETERS, WARP
+from attention_kernels.inspection.sass import decode
+from attention_kernels.inspection.sass.decode import MAP_BYTES, Instruction, SassError, consecutive
 from attention_kernels.inspection.sass.execute.state import LOW, WARPGROUP, Blocks, Mbarrier
 
-# Code addresses constant bank 0 from an offset on like memory, to find tensor maps. Here that
+# Code addresses constant bank 0 from its parameters on like memory, to find tensor maps. Here that
 # address is far from all tensors.
-BANK_BEGIN, BANK_ADDRESS = 0x210, 64 << 40
-# The emulator's tensor map, see csrc/emulator/in_flight.h: address, sizes, strides in bytes, box,
-# bytes of an element, swizzle.
-_MAP = struct.Struct("<Q5q5q5iii")
+BANK_ADDRESS = 64 << 40
 
 
 def is_numbered(one: Instruction) -> bool:
@@ -47,7 +44,7 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
     """Execute SYNCS: initialize an mbarrier, arrive at it or pass a test."""
     events = blocks.issued[-1].events
     is_test = "PHASECHK" in one.modifiers
-    for warp, lane in _warps(blocks):
+    for warp, lane in _warps(blocks) if "CCTL" not in one.modifiers else ():
         if "EXCH" in one.modifiers:
             # The word counts arrivals up to 2^20, from bit 1 on.
             arrivals = (1 << 20) - (int(blocks.read(one.operands[-1])[lane]) >> 1)
@@ -69,47 +66,56 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
 
 
 def copy_tile(blocks: Blocks, one: Instruction) -> None:
-    """Execute UTMALDG, a box of a tensor, and UBLKCP, contiguous bytes, from global memory."""
+    """Execute copies between global and shared memory: a box of a tensor, or contiguous bytes.
+
+    The first operand of a box is the shared memory's address, a load's mbarrier, and where the box
+    begins; the second its tensor map.
+    """
     wavefronts, _, misses = blocks.request
-    _, register = consecutive(one.operands[0].strip("[]"), 2)  # it holds the mbarrier's address
+    is_load = one.base == "UTMALDG" or one.modifiers[0] == "S"
+    registers = consecutive(one.operands[0].strip("[]"), 7)
     for warp, lane in _warps(blocks):
         if one.base == "UBLKCP":
             size = 16 * int(blocks.read(one.operands[2])[lane])
-            rows = [(int(blocks.read64(one.operands[1].strip("[]"))[lane]), size)]
+            other = one.operands[1 if is_load else 0].strip("[]")
+            rows = [(int(blocks.read64(other)[lane]), size)]
         else:
-            size, rows = _box(blocks, one, lane)
+            pointer = int(blocks.read64(one.operands[1].strip("[]"))[lane])
+            dimensions = int(one.modifiers[0].rstrip("D"))
+            first = [int(blocks.read(name)[lane]) for name in registers[1 + is_load :][:dimensions]]
+            size, rows = _box(blocks, pointer, first)
         wavefronts[warp] = -(-size // 128)
         for address, count in rows:
             sectors = (address + count + 31 >> 5) - (address >> 5)
             misses[warp] += sectors
-            blocks.fetched[address >> 40] += sectors
-        place = warp // blocks.warps, int(blocks.read(register)[lane])
-        barrier = _at(blocks, one, place)
-        blocks.issued[-1].events[warp] = ("phase", *place, barrier.phase), None
-        barrier.bytes -= size
-        _complete(blocks, place)
+            blocks.fetched[address >> 40] += sectors * is_load
+        if is_load:
+            place = warp // blocks.warps, int(blocks.read(registers[1])[lane])
+            barrier = _at(blocks, one, place)
+            blocks.issued[-1].events[warp] = ("phase", *place, barrier.phase), None
+            barrier.bytes -= size
+            _complete(blocks, place)
 
 
-def _box(blocks: Blocks, one: Instruction, lane: int) -> tuple[int, list[tuple[int, int]]]:
+def _box(blocks: Blocks, pointer: int, first: list[int]) -> tuple[int, list[tuple[int, int]]]:
     """Return the bytes of a box, and the address and length of its rows within bounds."""
-    dimensions = int(one.modifiers[0].rstrip("D"))
-    registers = consecutive(one.operands[0].strip("[]"), 2 + dimensions)
-    at = [int(blocks.read(name)[lane]) for name in registers[2:]]
-    at = [(x ^ 1 << 31) - (1 << 31) for x in at] + [0] * (5 - dimensions)
-    pointer = int(blocks.read64(one.operands[1].strip("[]"))[lane])
-    begin = pointer - BANK_ADDRESS + BANK_BEGIN
-    if not 0 <= begin <= len(blocks.constants) - _MAP.size:
-        raise SassError(f"the tensor map of {one.name} is not a parameter of the kernel")
-    tensor, *words = _MAP.unpack_from(blocks.constants, begin)
-    sizes, strides, box, element = words[:5], words[5:10], words[10:15], words[15]
-    total = math.prod(box) * element
-    first, end = (min(max(x, 0), sizes[0]) for x in (at[0], at[0] + box[0]))
+    begin = pointer - BANK_ADDRESS + HOPPER_PARAMETERS
+    raw = blocks.constants[begin : begin + MAP_BYTES] if begin >= 0 else b""
+    if pointer in blocks.stored:
+        words = (blocks.stored.get(pointer + at, 0) for at in range(0, MAP_BYTES, 4))
+        raw = b"".join(word.to_bytes(4, "little") for word in words)
+    if len(raw) < MAP_BYTES:
+        raise SassError("a tensor map is neither a parameter of the kernel nor made by it")
+    tensor, element, sizes, strides, box = decode.read_map(raw)
+    at = [(x ^ 1 << 31) - (1 << 31) for x in first] + [0] * (5 - len(first))
+    begin, end = (min(max(x, 0), sizes[0]) for x in (at[0], at[0] + box[0]))
     inside = (_within(at[d], box[d], sizes[d]) for d in range(4, 0, -1))
     rows = [
-        tensor + first * element + sum(map(operator.mul, place, strides[:0:-1]))
+        tensor + begin * element + sum(map(operator.mul, place, strides[:0:-1]))
         for place in itertools.product(*inside)
     ]
-    return total, [(row, (end - first) * element) for row in rows if end > first]
+    total = math.prod(box) * element
+    return total, [(row, (end - begin) * element) for row in rows if end > begin]
 
 
 def _within(at: int, count: int, size: int) -> range:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from attention_kernels.inspection.resources import WARP, Launch, Triple
+from attention_kernels.inspection.resources import HOPPER_PARAMETERS, WARP, Launch, Triple
 from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import IS_PREDICATE, Instruction, Program, SassError
 from attention_kernels.inspection.sass.execute import asynchronous
@@ -24,10 +24,9 @@ from attention_kernels.inspection.sass.execute.state import LOW, Blocks, Issue, 
 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _INSTRUCTION_BYTES = 16
-# Offset of the parameters in constant bank 0, by compute capability.
-_PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
-_BANK_POINTER = 0x198  # the offset of the bank's own address
-_MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
+_PARAMETERS_UP_TO_8 = 0x160  # offset of the parameters in constant bank 0
+# From Hopper on, the offset of an address at which the code looks for tensor maps among them.
+_BANK_POINTER = 0x198
 _BRANCHES = ("BRA", "CALL", "RET")
 _CONTROL = (*_BRANCHES, "EXIT", "BAR")
 
@@ -36,24 +35,16 @@ _CONTROL = (*_BRANCHES, "EXIT", "BAR")
 
 def run_blocks(program: Program, launch: Launch, indices: Sequence[Triple]) -> Blocks:
     """Execute some blocks of a launch."""
-    dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
-    base = _PARAMETERS[program.gpu.arch]
-    if "CUtensorMap" in launch.symbol:
-        base = -(-base // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-    constants = with_bank_pointer(dimensions.ljust(base, b"\0") + launch.parameters)
-    words = dict(launch.words)
-    blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices, words)
+    head = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
+    if int(program.gpu.arch) < 90:
+        head = head.ljust(_PARAMETERS_UP_TO_8, b"\0")
+    else:
+        pointer = asynchronous.BANK_ADDRESS.to_bytes(8, "little")
+        head = (head.ljust(_BANK_POINTER, b"\0") + pointer).ljust(HOPPER_PARAMETERS, b"\0")
+    code, words = program.code[launch.symbol], dict(launch.words)
+    blocks = Blocks(code, head + launch.parameters, launch.block, indices, words)
     run(blocks, _MAX_ISSUED)
     return blocks
-
-
-def with_bank_pointer(constants: bytes) -> bytes:
-    """Return constant bank 0 with the address of its part from BANK_BEGIN on.
-
-    There nvcc's code looks for tensor maps.
-    """
-    pointer = asynchronous.BANK_ADDRESS.to_bytes(8, "little")
-    return constants[:_BANK_POINTER] + pointer + constants[_BANK_POINTER + 8 :]
 
 
 def run(blocks: Blocks, max_issued: int) -> None:
@@ -125,7 +116,16 @@ def _shared_access(blocks: Blocks, one: Instruction) -> None:
         size, mask = 16, mask & (np.arange(blocks.lanes) % WARP < 8 * count)
     at = blocks.address(one.memory[0], wide=False) & LOW
     blocks.request_shared(at, size, mask, merges=not is_matrix)
-    _load_zeros(blocks, one)
+    blocks.clear(one.loaded)
+    if blocks.makes_maps and one.base in ("LDS", "STS") and size >= 4:
+        block = np.arange(blocks.lanes) // (blocks.warps * WARP)
+        stored = one.operands[-1] if one.base == "STS" else "RZ"
+        for i, register in enumerate(one.loaded or decode.consecutive(stored, size // 4)):
+            words = (at >> 2) + i % blocks.shared.shape[1]
+            if one.base == "STS":
+                blocks.shared[block[mask], words[mask]] = blocks.read(register)[mask]
+            else:
+                blocks.write(register, blocks.shared[block, words])
 
 
 def _global_access(blocks: Blocks, one: Instruction) -> None:
@@ -134,15 +134,13 @@ def _global_access(blocks: Blocks, one: Instruction) -> None:
     if one.base == "LDGSTS":
         at = blocks.address(one.memory[0], wide=False) & LOW
         blocks.request_shared(at, one.size, blocks.mask)
-    _load_zeros(blocks, one)
+    blocks.clear(one.loaded)
+    if blocks.makes_maps and "EXCH" in one.modifiers:
+        values = blocks.read(one.operands[-1])[blocks.mask].tolist()
+        blocks.stored |= zip(addresses[blocks.mask].tolist(), values, strict=True)
     for place, word in blocks.words.items() if len(one.loaded) == 1 else ():
         found = np.where(addresses >> 40 == place, word, blocks.read(one.loaded[0]))
         blocks.write(one.loaded[0], found)
-
-
-def _load_zeros(blocks: Blocks, one: Instruction) -> None:
-    for register in one.loaded:
-        blocks.write(register, 0)
 
 
 def _local_access(blocks: Blocks, one: Instruction) -> None:
@@ -154,7 +152,7 @@ def _local_access(blocks: Blocks, one: Instruction) -> None:
     blocks.request[1] = np.where(active, max(1, one.size // 4), 0)
     found = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", one.memory[0])
     if not found:
-        _load_zeros(blocks, one)
+        blocks.clear(one.loaded)
         return
     first = int(found[1] or "0", 16)
     stored = one.operands[-1] if one.base == "STL" else "RZ"
@@ -220,11 +218,9 @@ def _shift_add(blocks: Blocks, one: Instruction) -> Values:
     a, shift = blocks.read(sources[0]), int(sources[-1], 16) & 31
     term = a << shift
     if "HI" in one.modifiers:
-        upper = np.zeros_like(a)
+        upper = blocks.read(sources[2] if len(sources) == 4 else "RZ")
         if "SX32" in one.modifiers:
             upper = _signed(a) >> 32
-        elif len(sources) == 4:
-            upper = blocks.read(sources[2])
         term = (a | upper << 32) << shift >> 32
     total = (term & LOW) + blocks.read(sources[1]) + _carry_in(blocks, one)
     for name in carried[:1]:
@@ -243,8 +239,8 @@ def _shift(blocks: Blocks, one: Instruction) -> Values:
     elif {"S32", "S64"} & {*one.modifiers}:
         found = pair >> np.minimum(by, 63)
     else:
-        shifted = pair.astype(np.uint64) >> np.minimum(by, 63).astype(np.uint64)
-        found = np.where(by >= 64, 0, shifted.astype(np.int64))
+        shifted = pair.view(np.uint64) >> np.minimum(by, 63).view(np.uint64)
+        found = np.where(by >= 64, 0, shifted.view(np.int64))
     return found >> 32 if "HI" in one.modifiers else found
 
 
@@ -337,21 +333,15 @@ def _select(blocks: Blocks, one: Instruction) -> Values:
 
 def _predicates_to_register(blocks: Blocks, one: Instruction) -> Values:
     *_, source, which = one.operands
-    found = blocks.read(source) & ~int(which, 16)
-    for i in _bits(which):
-        found |= blocks.predicates[i].astype(np.int64) << i
-    return found
+    packed: Values = sum(blocks.predicates[i].astype(np.int64) << i for i in range(7))
+    return blocks.read(source) & ~int(which, 16) | packed & int(which, 16)
 
 
 def _register_to_predicates(blocks: Blocks, one: Instruction) -> None:
     _, source, which = one.operands
-    for i in _bits(which):
-        blocks.write_predicate(f"P{i}", blocks.read(source) >> i & 1 != 0)
-
-
-def _bits(which: str) -> list[int]:
-    """Return the predicates that a mask selects, without PT."""
-    return [i for i in range(7) if int(which, 16) >> i & 1]
+    for i in range(7):  # not PT
+        if int(which, 16) >> i & 1:
+            blocks.write_predicate(f"P{i}", blocks.read(source) >> i & 1 != 0)
 
 
 def _vote(blocks: Blocks, one: Instruction) -> None:
@@ -374,12 +364,8 @@ def _shuffle(blocks: Blocks, one: Instruction) -> None:
     lane = np.arange(blocks.lanes) % WARP
     clamp, segment = c & 31, c >> 8 & 31
     most = lane & segment | clamp & ~segment
-    other = {
-        "IDX": lane & segment | b & 31 & ~segment,
-        "UP": lane - b,
-        "DOWN": lane + b,
-        "BFLY": lane ^ b,
-    }[one.modifiers[0]]
+    by = {"UP": lane - b, "DOWN": lane + b, "BFLY": lane ^ b}
+    other = by.get(one.modifiers[0], lane & segment | b & 31 & ~segment)
     is_within = other >= most if one.modifiers[0] == "UP" else other <= most
     blocks.write_predicate(predicate, is_within)
     first = np.arange(blocks.lanes) - lane
@@ -388,9 +374,8 @@ def _shuffle(blocks: Blocks, one: Instruction) -> None:
 
 def _to_uniform(blocks: Blocks, one: Instruction) -> Values:
     """Execute R2UR: return the value of each warp's first active lane."""
-    values = blocks.read(one.operands[-1]).reshape(-1, WARP)
-    first = blocks.mask.reshape(-1, WARP).argmax(1)[:, None]
-    return np.repeat(np.take_along_axis(values, first, 1).ravel(), WARP)
+    values, mask = blocks.read(one.operands[-1]).reshape(-1, WARP), blocks.mask.reshape(-1, WARP)
+    return np.repeat(np.take_along_axis(values, mask.argmax(1)[:, None], 1), WARP)
 
 
 # ---- Floating point ------------------------------------------------------------------------------
@@ -407,10 +392,8 @@ def _float(values: Values) -> npt.NDArray[np.float32]:
 
 def _zero(blocks: Blocks, one: Instruction) -> None:
     found = next((x for x in one.operands[:2] if re.fullmatch(r"U?R(\d+|Z)(\.\w+)?", x)), "RZ")
-    if one.base == "CS2R" and "32" not in one.modifiers:
-        blocks.write64(found, 0)
-    else:
-        blocks.write(found, 0)
+    wide = one.base == "CS2R" and "32" not in one.modifiers
+    blocks.clear(decode.consecutive(found, 2) if wide else [found])
 
 
 def _unknown(blocks: Blocks, one: Instruction) -> None:
@@ -458,7 +441,7 @@ Operation: TypeAlias = Callable[[Blocks, Instruction], Values | int | None]
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "ENDCOLLECTIVE",
-    "BPT", "KILL", "CGAERRBAR", *_BRANCHES,
+    "BPT", "KILL", "CGAERRBAR", "UTMACMDFLUSH", "UTMACCTL", *_BRANCHES,
 }  # fmt: skip
 _OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys(("LDS", "STS", "LDSM", "STSM", "ATOMS"), _shared_access),
@@ -474,7 +457,7 @@ _OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys(("ISETP", "FSETP"), _compare),
     **dict.fromkeys(("I2F", "I2FP"), _to_float),
     **dict.fromkeys(("VOTE", "VOTEU"), _vote),
-    **dict.fromkeys(("UTMALDG", "UBLKCP"), asynchronous.copy_tile),
+    **dict.fromkeys(("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"), asynchronous.copy_tile),
     "IMAD": _multiply_add, "LEA": _shift_add, "SHF": _shift, "SGXT": _extend, "PRMT": _permute,
     "LOP3": _logic, "PLOP3": _predicate_logic, "F2I": _to_integer, "SHFL": _shuffle,
     "P2R": _predicates_to_register, "R2P": _register_to_predicates, "R2UR": _to_uniform,

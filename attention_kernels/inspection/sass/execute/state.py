@@ -9,7 +9,7 @@ import functools
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -20,6 +20,7 @@ from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
 
 WARPGROUP = 4  # warps
+SHARED_WORDS = 1 << 16  # more than a block can have
 STORES = ("STG", "ST", "RED", "REDG", "STL")  # instructions that write to global or local memory
 # One register in every lane. It holds 32 bits; sums and products have room for carries.
 Values: TypeAlias = npt.NDArray[np.int64]
@@ -99,6 +100,10 @@ class Blocks:
         self.mask = ~self.done  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
+        # A kernel that makes tensor maps does so in shared memory. Their words by global address.
+        self.makes_maps = any(one.base == "UTMACCTL" for one in self.code)
+        self.shared = np.zeros((len(self.indices), SHARED_WORDS * self.makes_maps), np.int64)
+        self.stored: dict[int, int] = {}
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
@@ -166,6 +171,11 @@ class Blocks:
         low, high = consecutive(register, 2)
         self.write(low, values)
         self.write(high, values >> 32)
+
+    def clear(self, registers: Iterable[str]) -> None:
+        """Write 0 to registers."""
+        for register in registers:
+            self.write(register, 0)
 
     def write_predicate(self, name: str, values: Mask | bool) -> None:
         """Write a predicate in the lanes of the mask."""

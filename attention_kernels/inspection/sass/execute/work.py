@@ -68,14 +68,14 @@ PIPES = {
     "shuffle": ("SHFL",),
     "tensor": ("HMMA", "IMMA"),
     "warpgroup": ("HGMMA",),
-    "tile": ("UTMALDG", "UBLKCP"),
+    "tile": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"),
     "constant": ("LDC", "ULDC", "S2R"),
     "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR",
                 "WARPGROUP", "USETMAXREG", "ELECT"),
 }  # fmt: skip
 _PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
 _WAVEFRONTS = {
-    "STS": "stores", "STSM": "stores", "LDGSTS": "copies", "UTMALDG": "tiles", "UBLKCP": "tiles",
+    "STS": "stores", "STSM": "stores", "LDGSTS": "copies", **dict.fromkeys(PIPES["tile"], "tiles"),
 }  # fmt: skip
 _UNIFORM = ("S2UR", "R2UR", "VOTEU")
 
@@ -276,26 +276,21 @@ def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool]:
     The last block of an axis may be partial, so it does not count. Work is linear along one axis.
     """
     grid = launch.grid
-    x, y, z = (n // 2 for n in grid)
-    of_axis: list[list[Triple]] = [
-        [(n, y, z) for n in (0, grid[0] // 4, x)],
-        [(x, n, z) for n in (0, grid[1] // 4, y)],
-        [(x, y, n) for n in (0, grid[2] // 4, z)],
-    ]
-    probes = [*dict.fromkeys(itertools.chain(*of_axis))]
+    at = [[n * part // 4 for part in range(3)] for n in grid]
+    middle = [2, 2, 2]
+    parts = [(*middle[:axis], part, *middle[axis + 1 :]) for axis in range(3) for part in range(3)]
+    probes: list[Triple] = [(at[0][i], at[1][j], at[2][k]) for i, j, k in parts]
     counts = counts_of(run_blocks(program, launch, probes))
-    issued = {at: one["issue"] for at, one in zip(probes, counts, strict=True)}
+    issued = [[one["issue"] for one in counts[axis * 3 : axis * 3 + 3]] for axis in range(3)]
     differ = [
-        axis
-        for axis, (start, _, half) in enumerate(of_axis)
-        if abs(issued[half] - issued[start]) > 0.001 * issued[half]
+        axis for axis, (start, _, half) in enumerate(issued) if abs(half - start) > 0.001 * half
     ]
     if len(differ) != 1:
         return differ or [max(range(3), key=lambda axis: grid[axis])], not differ
-    first, second, third = of_axis[differ[0]]
-    at = [one[differ[0]] for one in (first, second, third)]
-    between = issued[first] + (issued[third] - issued[first]) * at[1] / (at[2] or 1)
-    return differ, abs(between - issued[second]) < _LINEAR * issued[third]
+    (axis,) = differ
+    start, between, half = issued[axis]
+    expected = start + (half - start) * at[axis][1] / (at[axis][2] or 1)
+    return differ, abs(expected - between) < _LINEAR * half
 
 
 def _ends(length: int, uses_warpgroups: bool) -> set[int]:

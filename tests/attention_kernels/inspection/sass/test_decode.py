@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 
 import pytest
@@ -85,6 +86,21 @@ def test_a_kernel_of_a_cubin_is_predicted_as_that_of_its_source(tmp_path):
     assert explained.stalls.lines[0].source.startswith(("sX[", "y[row"))
     with pytest.raises(BinaryError, match="code is for sm_90, and T4 is sm_75"):
         predict_kernel(cubin, gpus()["t4"], kernel="Li1E", **launch)
-    (tmp_path / "copies.so").write_bytes(b"\x7fELF")
-    with pytest.raises(BinaryError, match="neither CUDA source"):
-        predict_kernel(tmp_path / "copies.so", H200, kernel="Li1E", **launch)
+
+
+@pytest.mark.slow
+@needs_cuda_programs
+def test_a_library_has_the_code_that_the_gpu_would_run(tmp_path):
+    """It has two cubins for Turing and Hopper, and no code for Ada."""
+    source, library = tmp_path / "copies.cu", tmp_path / "libcopies.so"
+    source.write_text(SOURCE)
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("75", "90", "90a")]
+    command = [str(compilers.find_nvcc()), "-shared", "-Xcompiler=-fPIC", *codes, str(source)]
+    compilers.output_of([*command, "-o", str(library)])
+    launch = {"grid": (64, 3, 1), "block": (32, 1, 1), "args": ("f32[1024]", "f32[1024]", "32")}
+    found = predict_kernel(library, H200, kernel="Li1E", **launch)
+    expected = predict_kernel(source, H200, kernel="Li1E", **launch)
+    assert dataclasses.replace(found, version="copies") == expected
+    assert predict_kernel(library, gpus()["t4"], kernel="Li1E", **launch).gpu == "T4"
+    with pytest.raises(BinaryError, match="none of its cubins has a kernel named Li1E for GeForce"):
+        predict_kernel(library, gpus()["rtx4090"], kernel="Li1E", **launch)
