@@ -332,10 +332,10 @@ def rows_of(
         kernel = compiled[launch.symbol]
         shared = kernel.static_smem + launch.dynamic_smem
         blocks, limited_by = resident_blocks(arch, launch.threads, kernel.registers, shared)
-        launched = launch.kernel, launch.head_dim, launch.threads, launch.dynamic_smem
-        fits = blocks, blocks * -(-launch.threads // WARP), LIMITS[arch].warps, limited_by
         found: list[Any] = [*dataclasses.astuple(kernel), label, arch, version.dtype]
-        yield Resources(*found, *launched, *fits)
+        found += [launch.kernel, launch.head_dim, launch.threads, launch.dynamic_smem, blocks]
+        found += [blocks * -(-launch.threads // WARP), LIMITS[arch].warps, limited_by]
+        yield Resources(*found)
 
 
 COLUMNS = {
