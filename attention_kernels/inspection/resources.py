@@ -339,21 +339,13 @@ def rows_of(
 
 
 COLUMNS = {
-    "version": "{0.version}",
-    "arch": "sm_{0.arch}",
-    "dtype": "{0.dtype}",
-    "head_dim": "{0.head_dim}",
-    "kernel": "{0.kernel}",
-    "threads": "{0.threads}",
-    "registers": "{0.registers}",
-    "spills st/ld": "{0.spill_stores}/{0.spill_loads}",
-    "static smem": "{0.static_smem}",
-    "dynamic smem": "{0.dynamic_smem}",
-    "blocks/SM": "{0.blocks}",
-    "warps/SM": "{0.warps}/{0.max_warps}",
-    "occupancy": "{0.occupancy:.0%}",
-    "limited by": "{0.limited_by}",
-}
+    "version": "{0.version}", "arch": "sm_{0.arch}", "dtype": "{0.dtype}",
+    "head_dim": "{0.head_dim}", "kernel": "{0.kernel}", "threads": "{0.threads}",
+    "registers": "{0.registers}", "spills st/ld": "{0.spill_stores}/{0.spill_loads}",
+    "static smem": "{0.static_smem}", "dynamic smem": "{0.dynamic_smem}",
+    "blocks/SM": "{0.blocks}", "warps/SM": "{0.warps}/{0.max_warps}",
+    "occupancy": "{0.occupancy:.0%}", "limited by": "{0.limited_by}",
+}  # fmt: skip
 _WORDS = ("version", "arch", "dtype", "kernel", "limited by")
 
 

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from attention_kernels.errors import AttentionError
 from attention_kernels.inspection.resources import LIMITS
@@ -33,8 +34,11 @@ _LINE = re.compile(
 _WRITES_NO_REGISTER = re.compile(r"ST|RED|BRA|BAR|EXIT|[IF]SETP|R2P|LDGSTS")
 _SIZES = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
 _EM_CUDA = b"\xbe\0"  # the machine in the ELF header of a cubin
-# A buffer in the arguments: the bits of an element, its sizes and, of a tensor map, a box's.
-_BUFFER = re.compile(r"(?:i|u|f|bf)(8|16|32|64)\[(\d+(?:x\d+)*)(?:/(\d+(?:x\d+)*))?\]")
+# A buffer in the arguments: the bits of an element, its sizes, a tensor map's box, and a value.
+_BUFFER = re.compile(
+    r"(?:i|u|f|bf)(?P<bits>8|16|32|64)\[(?P<sizes>\d+(?:x\d+)*)(?:/(?P<box>\d+(?:x\d+)*))?\]"
+    r"(?:=(?P<word>\d+))?"
+)
 # Buffers start at 8, 9, ... terabytes, so that an address tells which buffer it is in. The launches
 # of version files use the terabytes below.
 _FIRST_BUFFER, _BUFFER_BITS = 8, 40
@@ -122,6 +126,9 @@ class Instruction:
         return consecutive(found[0], matrices or max(1, self.size // 4))
 
 
+Code: TypeAlias = Sequence[Instruction]
+
+
 def consecutive(register: str, count: int) -> list[str]:
     """Return the names of the registers that hold a wide value, the lowest word's first."""
     file, number = register.split("R")
@@ -174,8 +181,8 @@ def read_cubin(
 
 def read_kernel(
     path: Path, gpu: GpuModel, kernel: str, arguments: Sequence[str], folder: Path
-) -> tuple[Program, str, bytes, int]:
-    """Return a file's machine code, a kernel's symbol and parameters, and the size of its buffers.
+) -> tuple[Program, str, tuple[bytes, int, dict[int, int]]]:
+    """Return a file's machine code, a kernel's symbol, and its parameters as pack() returns them.
 
     path: CUDA source or PTX, a cubin, or a library, object or program that contains cubins. kernel:
     as in read_cubin(). arguments: as in pack(). folder: gets a cubin that is not there yet. Raises
@@ -198,7 +205,7 @@ def read_kernel(
     section = cuobjdump(cubin, "-elf").split(f"\n.nv.info.{symbol}\n")[1].split("\n\n\n")[0]
     found = re.findall(r"Ordinal : 0x(\w+)\s+Offset  : 0x(\w+)\s+Size    : 0x(\w+)", section)
     parameters = sorted([int(number, 16) for number in one] for one in found)
-    return program, symbol, *pack(arguments, [(at, size) for _, at, size in parameters], path.name)
+    return program, symbol, pack(arguments, [(at, size) for _, at, size in parameters], path.name)
 
 
 def _embedded(path: Path, gpu: GpuModel, kernel: str, folder: Path) -> Path:
@@ -287,53 +294,56 @@ def parse(text: str) -> dict[str, list[Instruction]]:
 
 def pack(
     arguments: Sequence[str], parameters: Sequence[tuple[int, int]], name: str
-) -> tuple[bytes, int]:
-    """Return a kernel's parameters as it reads them, and the bytes of all buffers together.
+) -> tuple[bytes, int, dict[int, int]]:
+    """Return a kernel's parameters as it reads them, the bytes of all buffers, and loaded values.
 
     An argument is `f32[786432]` or `f32[12x65536]`, a buffer with as many elements (i, u, f or bf,
-    and their bits); `f16[12288x64/128x64]`, a tensor map of a contiguous buffer that is copied in
-    boxes of 128 x 64; `ptr`, a buffer of unknown size; a number, a floating-point number if it has
-    a point or an exponent; or `@` and a file with its bytes. Raises BinaryError.
+    and their bits); `i32[1]=512`, one whose elements are all 512; `f16[12288x64/128x64]`, a tensor
+    map of a contiguous buffer that is copied in boxes of 128 x 64; `ptr`, a buffer of unknown size;
+    a number, a floating-point number if it has a point or an exponent; or `@` and a file with its
+    bytes. Further arguments are buffers to which pointers in such a file point. Argument n, from 0
+    on, is at 8 + n terabytes, by which the values are. Raises BinaryError.
     """
-    if len(arguments) != len(parameters):
+    buffers = [_BUFFER.fullmatch(text) for text in arguments]
+    if len(arguments) < len(parameters) or not all(buffers[len(parameters) :]):
         sizes = ", ".join(str(size) for _, size in parameters)
         reason = f"{len(arguments)} arguments for {len(parameters)} parameters of {sizes} bytes"
         raise BinaryError(name, reason)
     packed = bytearray()
-    total = 0
-    for number, (text, (offset, size)) in enumerate(zip(arguments, parameters, strict=True)):
+    for number, (text, (offset, size)) in enumerate(zip(arguments, parameters, strict=False)):
         packed += bytes(offset - len(packed))
         try:
-            value, in_buffer = _value(text, size, number)
+            value = _value(text, size, number, buffers[number])
+            if len(value) != size:
+                raise ValueError(f"it has {len(value)}")
         except (ValueError, OverflowError, struct.error, OSError) as error:
             reason = f"argument {number + 1}, {text!r}, is not {size} bytes: {error}"
             raise BinaryError(name, reason) from error
         packed += value
-        total += in_buffer
-    return bytes(packed), total
+    given = {number: buffer for number, buffer in enumerate(buffers) if buffer}
+    total = sum(int(x["bits"]) // 8 * math.prod(_axes(x["sizes"])) for x in given.values())
+    words = {_FIRST_BUFFER + n: int(x["word"]) for n, x in given.items() if x["word"]}
+    return bytes(packed), total, words
 
 
-def _value(text: str, size: int, number: int) -> tuple[bytes, int]:
-    """Return an argument's bytes, and the size of its buffer."""
-    address, buffer = _FIRST_BUFFER + number << _BUFFER_BITS, _BUFFER.fullmatch(text)
-    in_buffer = 0
-    if buffer:
-        bits, *axes = buffer.groups()
-        sizes, box = ([*map(int, x.split("x"))] if x else [] for x in axes)
-        in_buffer = int(bits) // 8 * math.prod(sizes)
-    if buffer and box:
-        value = _map_of(address, int(bits) // 8, sizes[::-1], box[::-1])
-    elif buffer or text == "ptr":
-        value = address.to_bytes(size, "little")
-    elif text.startswith("@"):
-        value = Path(text[1:]).read_bytes()
-    elif re.fullmatch(r"[-+]?(0x[0-9a-fA-F]+|\d+)", text):
-        value = int(text, 0).to_bytes(size, "little", signed=text.startswith("-"))
-    else:
-        value = struct.pack({2: "<e", 4: "<f", 8: "<d"}.get(size, "<d"), float(text))
-    if len(value) != size:
-        raise ValueError(f"it has {len(value)}")
-    return value, in_buffer
+def _axes(text: str) -> list[int]:
+    return [*map(int, text.split("x"))]
+
+
+def _value(text: str, size: int, number: int, buffer: re.Match[str] | None) -> bytes:
+    """Return an argument's bytes."""
+    address = _FIRST_BUFFER + number << _BUFFER_BITS
+    if buffer and buffer["box"]:
+        return _map_of(
+            address, int(buffer["bits"]) // 8, _axes(buffer["sizes"]), _axes(buffer["box"])
+        )
+    if buffer or text == "ptr":
+        return address.to_bytes(size, "little")
+    if text.startswith("@"):
+        return Path(text[1:]).read_bytes()
+    if re.fullmatch(r"[-+]?(0x[0-9a-fA-F]+|\d+)", text):
+        return int(text, 0).to_bytes(size, "little", signed=text.startswith("-"))
+    return struct.pack({2: "<e", 4: "<f", 8: "<d"}.get(size, "<d"), float(text))
 
 
 # ---- Tensor maps ---------------------------------------------------------------------------------
@@ -365,12 +375,12 @@ def read_map(raw: bytes) -> tuple[int, int, list[int], list[int], list[int]]:
 
 
 def _map_of(tensor: int, element: int, sizes: Sequence[int], box: Sequence[int]) -> bytes:
-    """Return Hopper's map of a contiguous tensor; sizes: the innermost first."""
+    """Return Hopper's map of a contiguous tensor; sizes: the innermost last."""
     found = bytearray(MAP_BYTES)
     kind = len(sizes) - 1 << 4 | _TYPE_BYTES.index(element) << 7
     struct.pack_into("<QI", found, 0, tensor, kind)
     stride = element
-    for axis, (size, width) in enumerate(zip(sizes, box, strict=True)):
+    for axis, (size, width) in enumerate(zip(sizes[::-1], box[::-1], strict=True)):
         if axis:
             struct.pack_into("<I", found, 8 + 4 * axis, stride >> 4)
         struct.pack_into("<I", found, 0x20 + 4 * axis, size - 1)

@@ -102,13 +102,9 @@ def explain(
     for place, n in stalled.items():
         by_line[place.chain[0]][place] = n / total
     lines = [_line(line, mine, text) for line, mine in by_line.items()]
-    return Stalls(
-        program.gpu.name,
-        round(time_us, 3),
-        round(1 - total / whole, 5),
-        _shares(stalled, "reason", total),
-        sorted((line for line in lines if line.share > 0), key=lambda line: -line.share),
-    )
+    worst = sorted((line for line in lines if line.share > 0), key=lambda line: -line.share)
+    shares, issuing = _shares(stalled, "reason", total), round(1 - total / whole, 5)
+    return Stalls(program.gpu.name, round(time_us, 3), issuing, shares, worst)
 
 
 def _line(line: int, places: dict[_Place, float], text: Sequence[str]) -> StalledLine:
@@ -116,14 +112,9 @@ def _line(line: int, places: dict[_Place, float], text: Sequence[str]) -> Stalle
     through, *_ = _shares(places, "chain")
     awaited = _shares(places, "awaited", share or 1.0, _LEAST)
     awaited.pop(None, None)
-    return StalledLine(
-        line,
-        round(share, 5),
-        _shares(places, "reason", share or 1.0, _LEAST),
-        [*through[1:]],
-        awaited,
-        text[line - 1].strip() if 0 < line <= len(text) else "",
-    )
+    reasons = _shares(places, "reason", share or 1.0, _LEAST)
+    source = text[line - 1].strip() if 0 < line <= len(text) else ""
+    return StalledLine(line, round(share, 5), reasons, [*through[1:]], awaited, source)
 
 
 def _shares(

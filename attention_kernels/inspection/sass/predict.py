@@ -140,8 +140,9 @@ def predict_kernel(
     by source line. Raises the errors of decode.read_kernel(), UnsupportedError, and SassError.
     """
     with tempfile.TemporaryDirectory() as folder:
-        program, symbol, packed, size = decode.read_kernel(path, gpu, kernel, args, Path(folder))
-        launch = Launch(0, symbol, symbol, grid, block, shared, packed)
+        program, symbol, given = decode.read_kernel(path, gpu, kernel, args, Path(folder))
+        packed, size, words = given
+        launch = Launch(0, symbol, symbol, grid, block, shared, packed, tuple(words.items()))
         return _predict_call(program, {launch: 1}, size, lines=lines)
 
 
@@ -173,6 +174,8 @@ def _predict_launch(
     total = line.totals()
     unknown = instructions.assumed([code[at] for at in sorted(line.executed)])
     assumed = [f"{name} is integer arithmetic with the result 0" for name in unknown]
+    if line.waits:
+        assumed.append("a block that waits for others finds them as far as itself")
     if not min_bytes:
         assumed.append("memory is fast enough: no argument has a buffer's size")
     registers, static = program.needs[launch.symbol]
@@ -190,21 +193,9 @@ def _predict_launch(
     busiest = max(needs.values())
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
-    return Prediction(
-        version=program.path.stem,
-        gpu=gpu.name,
-        seqlen=0,
-        time_us=finished + gpu.launch_us,
-        needs_us=needs,
-        waiting_us=balanced - busiest,
-        uneven_us=finished - balanced,
-        launch_us=gpu.launch_us,
-        launches=1,
-        instructions=round(total["issue"]),
-        load_wavefronts=round(total["loads"]),
-        store_wavefronts=round(total["stores"]),
-        assumed=tuple(assumed),
-    )
+    times = finished + gpu.launch_us, needs, balanced - busiest, finished - balanced, gpu.launch_us
+    counts = round(total["issue"]), round(total["loads"]), round(total["stores"])
+    return Prediction(program.path.stem, gpu.name, 0, *times, 1, *counts, tuple(assumed))
 
 
 def _needs(

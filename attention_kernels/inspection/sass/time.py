@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from attention_kernels.inspection.resources import WARP
-from attention_kernels.inspection.sass.decode import Instruction
+from attention_kernels.inspection.sass.decode import Code, Instruction
 from attention_kernels.inspection.sass.execute.asynchronous import is_numbered
 from attention_kernels.inspection.sass.execute.state import STORES, Event
 from attention_kernels.inspection.sass.execute.work import Issued, Line, Work, pipe_of
@@ -192,7 +192,7 @@ class Multiprocessor:
     otherwise from the oldest that is.
     """
 
-    def __init__(self, gpu: GpuModel, code: Sequence[Instruction], miss: float) -> None:
+    def __init__(self, gpu: GpuModel, code: Code, miss: float) -> None:
         """code: the kernel's. miss: latency of a request that goes to L2, in cycles."""
         self.gpu, self.code, self.miss = gpu, code, miss
         integer = SCHEDULERS * WARP / gpu.integer_lanes
@@ -242,7 +242,7 @@ class Multiprocessor:
         self.shared = self.l2 = self.products = 0.0
         self.end = 0.0
         starts = [[0] * len(work.warps) for work in works]
-        if most < sum(work.instructions for work in works):  # each block starts at another point
+        if most < sum(work.counts["issue"] for work in works):  # each block starts at another point
             # A block that waits for copies begins with a long wait, which is not part of the pace.
             first = 1 if works[0].needs else 0
             places = (first + (4 - first) * number // len(works) for number in range(len(works)))
@@ -454,10 +454,10 @@ class Multiprocessor:
     def together(self, works: Sequence[Work], count: int) -> list[float]:
         """Return cycles per instruction of `count` blocks that run at once, the oldest first."""
         short, *longer = _by_length(works)
-        work, most = short, min(_MAX_TIMED, short.instructions * count)
+        work, most = short, min(_MAX_TIMED, short.counts["issue"] * count)
         if longer:  # time half of the blocks' instructions
             work = _longest(longer, 2 * _MAX_TIMED // count)
-            most = work.instructions * count // 2
+            most = work.counts["issue"] * count // 2
         cycles, issued = self.run([work] * count, most)
         return [cycles / one for one in issued]
 
@@ -467,9 +467,9 @@ class Multiprocessor:
         They start at different points, and each is followed by another block until all of a block
         has been executed: beginnings and ends count as often as they occur.
         """
-        some = [work for work in works if work.instructions * count <= _MAX_OBSERVED]
-        shortest = min(works, key=lambda work: work.instructions)
-        work = min(some or [shortest], key=lambda work: abs(work.instructions - mean))
+        some = [work for work in works if work.counts["issue"] * count <= _MAX_OBSERVED]
+        shortest = min(works, key=lambda work: work.counts["issue"])
+        work = min(some or [shortest], key=lambda work: abs(work.counts["issue"] - mean))
         blocks = []
         for number in range(count):
             start = work.parts[len(work.parts) * number // count]
@@ -491,25 +491,20 @@ def _of_next_block(one: Issued) -> Issued:
 
 def _by_length(works: Sequence[Work]) -> list[Work]:
     """Return the shortest work, then those over 1.5 times as long, in order of length."""
-    short, *longer = sorted(works, key=lambda work: work.instructions)
-    return [short, *(work for work in longer if work.instructions > 1.5 * short.instructions)]
+    short, *longer = sorted(works, key=lambda work: work.counts["issue"])
+    return [short, *(work for work in longer if work.counts["issue"] > 1.5 * short.counts["issue"])]
 
 
 def _longest(works: Sequence[Work], most: int) -> Work:
     """Return the longest work of at most this many instructions; if none, the shortest."""
-    return next((work for work in reversed(works) if work.instructions <= most), works[0])
+    return next((work for work in reversed(works) if work.counts["issue"] <= most), works[0])
 
 
 # ---- The grid ------------------------------------------------------------------------------------
 
 
 def time_grid(
-    gpu: GpuModel,
-    code: Sequence[Instruction],
-    line: Line,
-    room: int,
-    from_memory: float,
-    stalls: StallCycles | None,
+    gpu: GpuModel, code: Code, line: Line, room: int, from_memory: float, stalls: StallCycles | None
 ) -> tuple[float, float]:
     """Return the cycles until all blocks of a grid have ended, and with the work shared equally.
 

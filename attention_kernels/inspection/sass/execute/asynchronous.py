@@ -32,7 +32,7 @@ def hold(blocks: Blocks, one: Instruction) -> bool:
     """Make lanes wait that test a phase which is not complete; return whether any do."""
     found = False
     for warp, lane in _warps(blocks) if "PHASECHK" in one.modifiers else ():
-        barrier, _ = _mbarrier(blocks, one, lane)
+        barrier = _at(blocks, one, _place(blocks, one, lane))
         parity = int(blocks.read(one.operands[-1])[lane]) >> 31
         if barrier.phase % 2 == parity:
             blocks.testing[_lanes(warp)] |= blocks.mask[_lanes(warp)]
@@ -45,13 +45,13 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
     events = blocks.issued[-1].events
     is_test = "PHASECHK" in one.modifiers
     for warp, lane in _warps(blocks) if "CCTL" not in one.modifiers else ():
+        place = _place(blocks, one, lane)
         if "EXCH" in one.modifiers:
             # The word counts arrivals up to 2^20, from bit 1 on.
             arrivals = (1 << 20) - (int(blocks.read(one.operands[-1])[lane]) >> 1)
-            place = warp // blocks.warps, _address(blocks, one, lane)
             blocks.mbarriers[place] = Mbarrier(arrivals, arrivals)
             continue
-        barrier, place = _mbarrier(blocks, one, lane)
+        barrier = _at(blocks, one, place)
         if is_test:
             if barrier.phase:
                 events[warp] = None, ("phase", *place, barrier.phase - 1)
@@ -62,7 +62,7 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
         barrier.bytes += int(blocks.read(one.operands[-1])[_lanes(warp)][arriving].sum())
         _complete(blocks, place)
     if is_test:
-        blocks.write_predicate(one.operands[0], True)
+        blocks.write(one.operands[0], True)
 
 
 def copy_tile(blocks: Blocks, one: Instruction) -> None:
@@ -95,6 +95,22 @@ def copy_tile(blocks: Blocks, one: Instruction) -> None:
             blocks.issued[-1].events[warp] = ("phase", *place, barrier.phase), None
             barrier.bytes -= size
             _complete(blocks, place)
+
+
+def store_remote(blocks: Blocks, one: Instruction) -> None:
+    """Execute STAS, which stores in a block of the cluster and counts at a barrier there.
+
+    All blocks take themselves for the first; what they store in others is not followed.
+    """
+    register = consecutive(one.operands[0].strip("[]").removesuffix(".64"), 2)[1]
+    for warp, _ in _warps(blocks):
+        for at in blocks.read(register)[_lanes(warp)][blocks.mask[_lanes(warp)]].tolist():
+            place = warp // blocks.warps, at
+            if place in blocks.mbarriers:
+                barrier = blocks.mbarriers[place]
+                blocks.issued[-1].events[warp] = ("phase", *place, barrier.phase), None
+                barrier.bytes -= one.size
+                _complete(blocks, place)
 
 
 def _box(blocks: Blocks, pointer: int, first: list[int]) -> tuple[int, list[tuple[int, int]]]:
@@ -167,9 +183,15 @@ def open_barriers(blocks: Blocks) -> None:
     """Let the threads of blocks go on in which none waits for anything but the block's barrier."""
     ready = (blocks.done | blocks.waiting).reshape(-1, blocks.warps * WARP).all(1)
     opened = blocks.waiting & np.repeat(ready, blocks.warps * WARP)
-    if not opened.any():
+    if not opened.any() and not (blocks.testing.any() and blocks.has_cluster):
         raise SassError("the threads of a block wait for each other")
     blocks.waiting &= ~opened
+    if not opened.any():  # they wait for other blocks of the cluster
+        blocks.waits = True
+        for place, barrier in blocks.mbarriers.items():
+            if barrier.left < barrier.arrivals or barrier.bytes:
+                barrier.left = barrier.bytes = 0
+                _complete(blocks, place)
 
 
 def end(blocks: Blocks, _: Instruction) -> None:
@@ -184,14 +206,14 @@ def move_registers(blocks: Blocks, one: Instruction) -> None:
         found = (event, None) if "DEALLOC" in one.modifiers else (None, event)
         blocks.issued[-1].events[warp] = found
     if "TRY_ALLOC" in one.modifiers:
-        blocks.write_predicate(one.operands[0], True)
+        blocks.write(one.operands[0], True)
 
 
 def elect(blocks: Blocks, one: Instruction) -> None:
     """Execute ELECT: the predicate holds in the first active lane of each warp."""
     chosen = np.zeros_like(blocks.mask)
     chosen[[lane for _, lane in _warps(blocks)]] = True
-    blocks.write_predicate(one.operands[0], chosen)
+    blocks.write(one.operands[0], chosen)
 
 
 def _lanes(warp: int) -> slice:
@@ -206,13 +228,10 @@ def _warps(blocks: Blocks) -> list[tuple[int, int]]:
     return [*zip(warps.tolist(), lanes.tolist(), strict=True)]
 
 
-def _address(blocks: Blocks, one: Instruction, lane: int) -> int:
-    return int(blocks.address(one.memory[0], wide=False)[lane]) & LOW
-
-
-def _mbarrier(blocks: Blocks, one: Instruction, lane: int) -> tuple[Mbarrier, tuple[int, int]]:
-    place = lane // (blocks.warps * WARP), _address(blocks, one, lane)
-    return _at(blocks, one, place), place
+def _place(blocks: Blocks, one: Instruction, lane: int) -> tuple[int, int]:
+    """Return the block of a lane, and the address of its mbarrier."""
+    address = int(blocks.address(one.memory[0], wide=False)[lane]) & LOW
+    return lane // (blocks.warps * WARP), address
 
 
 def _at(blocks: Blocks, one: Instruction, place: tuple[int, int]) -> Mbarrier:

@@ -8,6 +8,7 @@ test_predict.py compares counts with the profiler's.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ def run(blocks: Blocks, max_issued: int) -> None:
     """
     operations = [_operation(one) for one in blocks.code]
     where = np.zeros(blocks.lanes, np.int64)
+    polls = {index for index, one in enumerate(blocks.code) if _is_poll(blocks.code, index, one)}
     while not blocks.done.all():
         live = ~(blocks.done | blocks.waiting | blocks.parked | blocks.testing)
         if not live.any():
@@ -82,9 +84,21 @@ def run(blocks: Blocks, max_issued: int) -> None:
         where[here] = pc
         if one.base in _BRANCHES:
             taken = _taken(blocks, one, here)
-            where[taken] = _targets(blocks, one)[taken]
+            # The index of the instruction to which each lane branches
+            place = one.operands[0 if one.base == "RET" else -1].strip("`()").split()[0]
+            targets = blocks.read(place) // _INSTRUCTION_BYTES
+            if pc - 1 in polls and blocks.repeats(pc - 1, taken):
+                continue  # another block ends this loop
+            where[taken] = targets[taken]
         if len(blocks.issued) > max_issued:
             raise SassError(f"a block executes more than {max_issued} instructions")
+
+
+def _is_poll(code: decode.Code, index: int, one: Instruction) -> bool:
+    """Return whether an instruction branches back over a load of what another block may store."""
+    target = re.match(r"0x\w+$", one.operands[-1]) if one.base == "BRA" else None
+    first = int(target[0], 16) // _INSTRUCTION_BYTES if target else index
+    return any(x.base in ("LD", "LDG") and "STRONG" in x.modifiers for x in code[first:index])
 
 
 def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
@@ -98,12 +112,6 @@ def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
         if IS_PREDICATE.fullmatch(operand):
             taken = taken & blocks.predicate(operand)
     return taken
-
-
-def _targets(blocks: Blocks, one: Instruction) -> Values:
-    """Return the index of the instruction to which each lane branches."""
-    place = one.operands[0 if one.base == "RET" else -1].strip("`()").split()[0]
-    return blocks.read(place) // _INSTRUCTION_BYTES
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -193,7 +201,7 @@ def _add(blocks: Blocks, one: Instruction) -> Values:
         total += (blocks.read(x[1:]) ^ LOW) + 1 if is_negative else blocks.read(x)
     total += _carry_in(blocks, one)
     for limit, name in enumerate(carried, 1):
-        blocks.write_predicate(name, total >> 32 >= limit)
+        blocks.write(name, total >> 32 >= limit)
     return total
 
 
@@ -205,7 +213,7 @@ def _multiply_add(blocks: Blocks, one: Instruction) -> Values | None:
     product = a * b if "U32" in one.modifiers else _signed(a) * _signed(b)
     total: Values = product + blocks.read64(z)
     for name in carried[:1]:
-        blocks.write_predicate(name, total.astype(np.uint64) < product.astype(np.uint64))
+        blocks.write(name, total.astype(np.uint64) < product.astype(np.uint64))
     if "HI" in one.modifiers:
         return total >> 32
     blocks.write64(one.operands[0], total)
@@ -224,7 +232,7 @@ def _shift_add(blocks: Blocks, one: Instruction) -> Values:
         term = (a | upper << 32) << shift >> 32
     total = (term & LOW) + blocks.read(sources[1]) + _carry_in(blocks, one)
     for name in carried[:1]:
-        blocks.write_predicate(name, total > LOW)
+        blocks.write(name, total > LOW)
     return total
 
 
@@ -295,14 +303,14 @@ def _logic(blocks: Blocks, one: Instruction) -> None:
     register, a, b, c, table = operands[:5]
     found = _lookup(table, blocks.read(a), blocks.read(b), blocks.read(c))
     blocks.write(register, found)
-    blocks.write_predicate(predicate, found & LOW != 0)
+    blocks.write(predicate, found & LOW != 0)
 
 
 def _predicate_logic(blocks: Blocks, one: Instruction) -> None:
     first, second, a, b, c, *tables = one.operands[-7:]
     bits = [blocks.predicate(x) for x in (a, b, c)]
     for name, table in zip((first, second), tables, strict=True):
-        blocks.write_predicate(name, _lookup(table, *bits))
+        blocks.write(name, _lookup(table, *bits))
 
 
 def _compare(blocks: Blocks, one: Instruction) -> None:
@@ -322,8 +330,8 @@ def _compare(blocks: Blocks, one: Instruction) -> None:
     join = next((joins[part] for part in one.modifiers if part in joins), np.logical_and)
     other = blocks.predicate(rest[0])
     both = join(found, other), join(~found, other)
-    blocks.write_predicate(first, both[0])
-    blocks.write_predicate(second, both[1])
+    blocks.write(first, both[0])
+    blocks.write(second, both[1])
 
 
 def _select(blocks: Blocks, one: Instruction) -> Values:
@@ -333,7 +341,7 @@ def _select(blocks: Blocks, one: Instruction) -> Values:
 
 def _predicates_to_register(blocks: Blocks, one: Instruction) -> Values:
     *_, source, which = one.operands
-    packed: Values = sum(blocks.predicates[i].astype(np.int64) << i for i in range(7))
+    packed: Values = np.sum([blocks.predicate(f"P{i}").astype(int) << i for i in range(7)], 0)
     return blocks.read(source) & ~int(which, 16) | packed & int(which, 16)
 
 
@@ -341,7 +349,7 @@ def _register_to_predicates(blocks: Blocks, one: Instruction) -> None:
     _, source, which = one.operands
     for i in range(7):  # not PT
         if int(which, 16) >> i & 1:
-            blocks.write_predicate(f"P{i}", blocks.read(source) >> i & 1 != 0)
+            blocks.write(f"P{i}", blocks.read(source) >> i & 1 != 0)
 
 
 def _vote(blocks: Blocks, one: Instruction) -> None:
@@ -351,7 +359,7 @@ def _vote(blocks: Blocks, one: Instruction) -> None:
     is_all = "ALL" in one.modifiers
     found = ~(~asked & blocks.mask).reshape(-1, WARP).any(1) if is_all else lanes.any(1)
     if len(predicates) > 1:
-        blocks.write_predicate(predicates[0], np.repeat(found, WARP))
+        blocks.write(predicates[0], np.repeat(found, WARP))
     for x in one.operands[:2]:
         if re.fullmatch(r"U?R\d+", x):
             blocks.write(x, np.repeat((lanes << np.arange(WARP)).sum(1), WARP))
@@ -367,7 +375,7 @@ def _shuffle(blocks: Blocks, one: Instruction) -> None:
     by = {"UP": lane - b, "DOWN": lane + b, "BFLY": lane ^ b}
     other = by.get(one.modifiers[0], lane & segment | b & 31 & ~segment)
     is_within = other >= most if one.modifiers[0] == "UP" else other <= most
-    blocks.write_predicate(predicate, is_within)
+    blocks.write(predicate, is_within)
     first = np.arange(blocks.lanes) - lane
     blocks.write(register, values[first + np.where(is_within, other, lane)])
 
@@ -396,8 +404,7 @@ def _zero(blocks: Blocks, one: Instruction) -> None:
     blocks.clear(decode.consecutive(found, 2) if wide else [found])
 
 
-def _unknown(blocks: Blocks, one: Instruction) -> None:
-    _zero(blocks, one)
+_unknown = functools.partial(_zero)
 
 
 def _two_halves(blocks: Blocks, one: Instruction) -> int:
@@ -441,7 +448,8 @@ Operation: TypeAlias = Callable[[Blocks, Instruction], Values | int | None]
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "ENDCOLLECTIVE",
-    "BPT", "KILL", "CGAERRBAR", "UTMACMDFLUSH", "UTMACCTL", *_BRANCHES,
+    "BPT", "KILL", "CGAERRBAR", "UTMACMDFLUSH", "UTMACCTL", "UCGABAR_ARV",
+    "UCGABAR_WAIT", *_BRANCHES,
 }  # fmt: skip
 _OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys(("LDS", "STS", "LDSM", "STSM", "ATOMS"), _shared_access),
@@ -463,16 +471,17 @@ _OPERATIONS: dict[str, Operation] = {
     "P2R": _predicates_to_register, "R2P": _register_to_predicates, "R2UR": _to_uniform,
     "BAR": asynchronous.barrier, "SYNCS": asynchronous.mbarrier, "ELECT": asynchronous.elect,
     "USETMAXREG": asynchronous.move_registers, "HGMMA": asynchronous.product,
-    "WARPGROUP": asynchronous.await_products, "EXIT": asynchronous.end,
+    "WARPGROUP": asynchronous.await_products, "STAS": asynchronous.store_remote,
+    "EXIT": asynchronous.end,
     "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
     "POPC": lambda blocks, one: sum(blocks.read(one.operands[1]) >> i & 1 for i in range(32)),
-    "FCHK": lambda blocks, one: blocks.write_predicate(one.operands[0], False),
+    "FCHK": lambda blocks, one: blocks.write(one.operands[0], False),
 }  # fmt: skip
 _DOUBLE = re.compile(r"D(ADD|MUL|FMA|MNMX|SETP|MMA)")
 _UNKNOWN_BRANCH = re.compile(r"BRXU?|JMPU?|JMXU?|RPCMOV")
 
 
-def assumed(code: Sequence[Instruction]) -> list[str]:
+def assumed(code: decode.Code) -> list[str]:
     """Return the names of the instructions that are timed as integer arithmetic for lack of data.
 
     Those are double precision, and unknown instructions.

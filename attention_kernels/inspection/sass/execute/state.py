@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attention_kernels.inspection.resources import WARP
-from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
+from attention_kernels.inspection.sass.decode import Code, Instruction, SassError, consecutive
 
 WARPGROUP = 4  # warps
 SHARED_WORDS = 1 << 16  # more than a block can have
@@ -26,8 +26,9 @@ STORES = ("STG", "ST", "RED", "REDG", "STL")  # instructions that write to globa
 Values: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 LOW = 0xFFFFFFFF
-# R0 to R254 are rows 0 to 254, UR0 and up are rows from 256; RZ and URZ are never written.
-_RZ, _U, _URZ = 255, 256, 511
+# The first rows of registers R, UR, P and UP. The last of each is RZ, URZ, PT or UPT.
+_ROWS = {"R": 0, "UR": 256, "P": 512, "UP": 520}
+_NEVER_WRITTEN = (255, 511, 519, 527)
 
 
 Event: TypeAlias = tuple[str, int, int, int]
@@ -67,7 +68,7 @@ class Issue:
 class Blocks:
     """The threads of some blocks of a grid: their registers, and what they have executed."""
 
-    code: Sequence[Instruction]
+    code: Code
     constants: bytes
     """Constant bank 0: block and grid dimensions, then the kernel's parameters."""
     block: tuple[int, int, int]
@@ -84,9 +85,8 @@ class Blocks:
         threads = x * y * z
         self.warps = -(-threads // WARP)  # warps per block
         self.lanes = len(self.indices) * self.warps * WARP
-        self.values = np.zeros((512, self.lanes), np.int64)
-        self.predicates = np.zeros((16, self.lanes), np.bool_)
-        self.predicates[[7, 15]] = True
+        self.values = np.zeros((528, self.lanes), np.int64)
+        self.values[[519, 527]] = 1
         at = np.arange(self.lanes) % (self.warps * WARP)
         index = np.repeat(np.array(self.indices), self.warps * WARP, 0)
         self.special = {
@@ -104,6 +104,10 @@ class Blocks:
         self.makes_maps = any(one.base == "UTMACCTL" for one in self.code)
         self.shared = np.zeros((len(self.indices), SHARED_WORDS * self.makes_maps), np.int64)
         self.stored: dict[int, int] = {}
+        # The registers with which lanes took a branch, by its index and these lanes.
+        self.branched: dict[tuple[int, bytes], int] = {}
+        self.waits = False  # whether they wait for other blocks, which are taken to be as far
+        self.has_cluster = any(one.base == "UCGABAR_WAIT" for one in self.code)
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
@@ -135,7 +139,7 @@ class Blocks:
         """Return a live view of a register, or a constant repeated in every lane."""
         if re.match(r"U?R(\d|Z)", operand):
             row = _row(operand)
-            values: Values = self.values[row + (high and row not in (_RZ, _URZ))]
+            values: Values = self.values[row + (high and row not in _NEVER_WRITTEN)]
             return values
         if found := re.fullmatch(r"c\[0x(\w+)\]\[(?:(?:0x|U?RZ)(\w*)|.*)\]", operand):
             word = 0  # the compiler's own constant, or an indexed one
@@ -156,14 +160,15 @@ class Blocks:
 
     def predicate(self, name: str) -> Mask:
         """Return the lanes in which a predicate, such as "P0" or "!UPT", holds."""
-        row: Mask = self.predicates[_predicate_row(name.lstrip("!"))]
-        return ~row if name[0] == "!" else row
+        holds: Mask = self.values[_row(name.lstrip("!"))] == (name[0] != "!")
+        return holds
 
-    def write(self, register: str, values: Values | int) -> None:
-        """Write a register in the lanes of the mask; uniform registers belong to whole warps."""
-        row = _row(register)
-        if row not in (_RZ, _URZ):
-            mask = self._whole_warps() if row >= _U else self.mask
+    def write(self, register: str, values: Values | Mask | int) -> None:
+        """Write a register or predicate in the lanes of the mask; uniform ones in whole warps."""
+        row, mask = _row(register), self.mask
+        if register[0] == "U":
+            mask = np.repeat(mask.reshape(-1, WARP).any(1), WARP)
+        if row not in _NEVER_WRITTEN:
             np.copyto(self.values[row], np.asarray(values) & LOW, where=mask)
 
     def write64(self, register: str, values: Values | int) -> None:
@@ -177,15 +182,12 @@ class Blocks:
         for register in registers:
             self.write(register, 0)
 
-    def write_predicate(self, name: str, values: Mask | bool) -> None:
-        """Write a predicate in the lanes of the mask."""
-        row = _predicate_row(name)
-        if row not in (7, 15):
-            mask = self._whole_warps() if row > 7 else self.mask
-            np.copyto(self.predicates[row], values, where=mask)
-
-    def _whole_warps(self) -> Mask:
-        return np.repeat(self.mask.reshape(-1, WARP).any(1), WARP)
+    def repeats(self, index: int, lanes: Mask) -> bool:
+        """Return whether lanes take a branch with the registers that they had the last time."""
+        key, found = (index, lanes.tobytes()), hash(self.values[:, lanes].tobytes())
+        before, self.branched[key] = self.branched.get(key), found
+        self.waits |= before == found
+        return before == found
 
     # ---- Memory ----------------------------------------------------------------------------------
 
@@ -262,24 +264,18 @@ def _wavefronts(relative: Values, size: int, merges: bool) -> int:
             if first <= lane < first + width
             for i in range(max(1, size // 4))
         }
-        banks = Counter(word % 32 for word in words)
-        total += max(banks.values(), default=0)
+        total += max(Counter(word % 32 for word in words).values(), default=0)
         first += width
     return total
 
 
 @functools.cache
 def _row(register: str) -> int:
-    found = re.fullmatch(r"(U?)R(\d+|Z)(\.\w+)*", register)
+    found = re.fullmatch(r"(U?[RP])(?:(\d+)|[ZT])(\.\w+)*", register)
     if found is None:
         raise SassError(f"{register} is not a register")
-    if found[2] == "Z":
-        return _URZ if found[1] else _RZ
-    return int(found[2]) + (_U if found[1] else 0)
-
-
-def _predicate_row(name: str) -> int:
-    return (8 if name[0] == "U" else 0) + (7 if name[-1] == "T" else int(name[-1]))
+    last = 7 if "P" in found[1] else 255
+    return _ROWS[found[1]] + int(found[2] or last)
 
 
 @functools.cache

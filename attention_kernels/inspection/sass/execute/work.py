@@ -51,11 +51,6 @@ class Work:
     needs: Counter[Event] = field(default_factory=Counter)
     """Number of contributions that complete each event."""
 
-    @property
-    def instructions(self) -> int:
-        """Instructions executed by all warps."""
-        return self.counts["issue"]
-
 
 # ---- One block -----------------------------------------------------------------------------------
 
@@ -63,7 +58,7 @@ PIPES = {
     "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
     "multiply": ("IMAD",),
     "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
-    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS"),
+    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS", "STAS"),
     "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG", "LDL", "STL"),
     "shuffle": ("SHFL",),
     "tensor": ("HMMA", "IMMA"),
@@ -75,7 +70,8 @@ PIPES = {
 }  # fmt: skip
 _PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
 _WAVEFRONTS = {
-    "STS": "stores", "STSM": "stores", "LDGSTS": "copies", **dict.fromkeys(PIPES["tile"], "tiles"),
+    **dict.fromkeys(("STS", "STSM", "STAS"), "stores"), "LDGSTS": "copies",
+    **dict.fromkeys(PIPES["tile"], "tiles"),
 }  # fmt: skip
 _UNIFORM = ("S2UR", "R2UR", "VOTEU")
 
@@ -160,6 +156,8 @@ class Line:
     """Counts of block 0, if it does not fit the line: it may have fewer queries."""
     executed: frozenset[int] = frozenset()
     """Indices of the instructions that were executed."""
+    waits: bool = False
+    """Whether blocks wait for other blocks, which are taken to have come as far."""
 
     def value(self, position: int, of: str) -> float:
         """Return a count at a position, on the line through the two nearest samples.
@@ -261,7 +259,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     fetched = blocks.fetched.total()
     inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
     executed = frozenset(issue.index for issue in blocks.issued)
-    return Line(length, samples, works, inputs, alike, repeats, first, executed)
+    return Line(length, samples, works, inputs, alike, repeats, first, executed, blocks.waits)
 
 
 def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
@@ -273,24 +271,27 @@ def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
 def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool]:
     """Return the axes of a grid along which blocks differ, and whether their work is linear there.
 
-    The last block of an axis may be partial, so it does not count. Work is linear along one axis.
+    The last block of an axis may be partial, so it does not count. Work is linear along one axis,
+    unless the blocks of a cluster divide its work.
     """
     grid = launch.grid
     at = [[n * part // 4 for part in range(3)] for n in grid]
     middle = [2, 2, 2]
     parts = [(*middle[:axis], part, *middle[axis + 1 :]) for axis in range(3) for part in range(3)]
     probes: list[Triple] = [(at[0][i], at[1][j], at[2][k]) for i, j, k in parts]
-    counts = counts_of(run_blocks(program, launch, probes))
+    blocks = run_blocks(program, launch, probes)
+    counts = counts_of(blocks)
     issued = [[one["issue"] for one in counts[axis * 3 : axis * 3 + 3]] for axis in range(3)]
     differ = [
         axis for axis, (start, _, half) in enumerate(issued) if abs(half - start) > 0.001 * half
     ]
     if len(differ) != 1:
-        return differ or [max(range(3), key=lambda axis: grid[axis])], not differ
+        longest = max(range(3), key=lambda axis: grid[axis])
+        return differ or [longest], not differ and not blocks.has_cluster
     (axis,) = differ
     start, between, half = issued[axis]
     expected = start + (half - start) * at[axis][1] / (at[axis][2] or 1)
-    return differ, abs(expected - between) < _LINEAR * half
+    return differ, abs(expected - between) < _LINEAR * half and not blocks.has_cluster
 
 
 def _ends(length: int, uses_warpgroups: bool) -> set[int]:

@@ -35,7 +35,7 @@ def test_arguments_are_packed_as_the_kernel_reads_them(tmp_path):
     (tmp_path / "struct").write_bytes(b"\1\2\3\4")
     parameters = [(0, 8), (8, 2), (12, 4), (16, 8), (24, 8), (32, 4), (36, 4)]
     texts = ["f16[100]", "7", "-1", "bf16[8]", "ptr", "0.5", f"@{tmp_path / 'struct'}"]
-    packed, size = decode.pack(texts, parameters, "f")
+    packed, size, _ = decode.pack(texts, parameters, "f")
     buffers = [8 * TERABYTE, 11 * TERABYTE, 12 * TERABYTE]
     expected = struct.pack("<QH2xi2Qf", buffers[0], 7, -1, *buffers[1:], 0.5)
     assert packed == expected + b"\1\2\3\4"
