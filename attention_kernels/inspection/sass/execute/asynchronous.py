@@ -32,10 +32,12 @@ def hold(blocks: Blocks, one: Instruction) -> bool:
     """Make lanes wait that test a phase which is not complete; return whether any do."""
     found = False
     for warp, lane in _warps(blocks) if "PHASECHK" in one.modifiers else ():
-        barrier = _at(blocks, one, _place(blocks, one, lane))
+        place = _place(blocks, one, lane)
+        barrier = _at(blocks, one, place)
         parity = int(blocks.read(one.operands[-1])[lane]) >> 31
         if barrier.phase % 2 == parity:
             blocks.testing[_lanes(warp)] |= blocks.mask[_lanes(warp)]
+            blocks.tested.add(place)
             found = True
     return found
 
@@ -183,15 +185,15 @@ def open_barriers(blocks: Blocks) -> None:
     """Let the threads of blocks go on in which none waits for anything but the block's barrier."""
     ready = (blocks.done | blocks.waiting).reshape(-1, blocks.warps * WARP).all(1)
     opened = blocks.waiting & np.repeat(ready, blocks.warps * WARP)
-    if not opened.any() and not (blocks.testing.any() and blocks.has_cluster):
-        raise SassError("the threads of a block wait for each other")
     blocks.waiting &= ~opened
-    if not opened.any():  # they wait for other blocks of the cluster
-        blocks.waits = True
-        for place, barrier in blocks.mbarriers.items():
-            if barrier.left < barrier.arrivals or barrier.bytes:
-                barrier.left = barrier.bytes = 0
-                _complete(blocks, place)
+    if opened.any():
+        return
+    if not blocks.has_cluster or not blocks.tested:
+        raise SassError("the threads of a block wait for each other")
+    blocks.waits = True
+    for place in [*blocks.tested]:  # of other blocks of the cluster
+        blocks.mbarriers[place].left = blocks.mbarriers[place].bytes = 0
+        _complete(blocks, place)
 
 
 def end(blocks: Blocks, _: Instruction) -> None:
@@ -246,5 +248,6 @@ def _complete(blocks: Blocks, place: tuple[int, int]) -> None:
     if barrier.left == 0 and barrier.bytes == 0:
         barrier.left = barrier.arrivals
         barrier.phase += 1
+        blocks.tested.discard(place)
         lanes = slice(place[0] * blocks.warps * WARP, (place[0] + 1) * blocks.warps * WARP)
         blocks.testing[lanes] = False

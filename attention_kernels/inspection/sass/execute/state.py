@@ -112,6 +112,7 @@ class Blocks:
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}  # by block, and shared address
+        self.tested: set[tuple[int, int]] = set()  # those for whose phase lanes wait
         # By block and number of a barrier: its generation, and the warps that have arrived, or -1
         # for those that do not wait.
         self.generations: Counter[tuple[int, int]] = Counter()

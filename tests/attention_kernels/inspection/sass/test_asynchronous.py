@@ -25,11 +25,11 @@ TENSOR, ROW, OUT = 1 << 40, 2 << 40, 4 << 40
 PRODUCT_CYCLES = 32  # 64 x 64 x 16 at 4,096 FLOP per cycle
 
 
-def executed(text: str = TEXT, *, rows: int = 1 << 20) -> tuple[Blocks, work.Work]:
-    """Execute warpgroups.cu on a tensor of `rows` rows of 128 bytes."""
+def executed(text=TEXT, *, rows=1 << 20, tensor=b"") -> tuple[Blocks, work.Work]:
+    """Execute warpgroups.cu on a tensor of `rows` rows of 128 bytes, or with a tensor map."""
     sizes, strides = (64, 1, rows, 1, 1), (0, 128, 128, 128 * rows, 0)
     words = (TENSOR, *sizes, *strides, 64, 1, 64, 1, 1, 2, 3)
-    tensor = struct.pack("<Q5q5q5i2i", *words).ljust(128, b"\0")
+    tensor = tensor or struct.pack("<Q5q5q5i2i", *words).ljust(128, b"\0")
     given = tensor + struct.pack("<QQi", ROW, OUT, TILES)
     bank = struct.pack("<Q", BANK_ADDRESS).rjust(0x1A0 - 12, b"\0").ljust(0x280 - 12, b"\0")
     code, constants = (
@@ -63,6 +63,20 @@ def test_each_copy_product_and_wait_is_executed_once(done):
     # A thread that has to wait does not test again and again: it tests and arrives.
     assert names(4).count("SYNCS") == 2 * TILES
     assert names(4).count("NANOSLEEP") == 0
+
+
+def test_hoppers_tensor_map_is_that_of_the_emulator():
+    tensor, *_ = decode.pack(["bf16[100x1x64/64x1x64]"], [(0, 128)], "f")
+    blocks, one = executed(tensor=tensor)
+    assert blocks.fetched[8] == 100 * 4
+    assert one.counts["tiles"] == TILES * (64 + 2)
+
+
+def test_a_block_of_a_cluster_waits_in_vain_for_others_only_here():
+    text = re.sub(r"SYNCS\.ARRIVE\.TRANS64\.A1T0 [^;]*", "UCGABAR_WAIT ", TEXT)
+    blocks, one = executed(text)
+    assert blocks.waits
+    assert one.counts["tiles"] == TILES * (64 + 2)
 
 
 def test_rows_out_of_bounds_are_not_fetched():

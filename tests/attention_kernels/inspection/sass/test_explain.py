@@ -56,14 +56,9 @@ def test_stalls_are_summed_by_line(monkeypatch, tmp_path):
     use = Instruction("FADD", ("R3", "R2", "R2"), waits=(0,))
     program = Program(source, tmp_path, H200, {"kernel": [load, use, use]}, {})
     launch = Launch(64, "kernel", "kernel", (132, 1, 1), (256, 1, 1), 0, b"")
-    cycles = {
-        Stall(1, "short scoreboard", 0): 50.0,
-        Stall(1, "wait", 1): 9.7,
-        Stall(0, "wait", 0): 0.25,
-        Stall(2, "wait", 2): 0.05,
-        Stall(0, SELECTED, 0): 20.0,
-        Stall(0, EXITED, 0): 99.0,
-    }
+    cycles = {Stall(1, "short scoreboard", 0): 50.0, Stall(1, "wait", 1): 9.7}
+    cycles |= {Stall(0, "wait", 0): 0.25, Stall(2, "wait", 2): 0.05}
+    cycles |= {Stall(0, SELECTED, 0): 20.0, Stall(0, EXITED, 0): 99.0}
     found = explain.explain(program, [(launch, 3.0, cycles)], 4.0)
     assert (found.issuing, found.us(0.5)) == (0.25, 1.5)
     assert found.reasons == {"short scoreboard": 0.83333, "wait": 0.16667}
