@@ -121,9 +121,14 @@ def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
         if active:
             issued.append((issue, active))
     found = Work([[] for _ in range(blocks.warps)], [], counts)
+    plain: list[Issued] = [(at, _NO_REQUEST, None, None) for at in range(len(blocks.code))]
     for at, (issue, active) in enumerate(issued):
         if at >= len(issued) * len(found.parts) / 8:
             found.parts.append([len(warp) for warp in found.warps])
+        if issue.request is None and not issue.events:  # as most: one object for all of them
+            for warp in active:
+                found.warps[warp].append(plain[issue.index])
+            continue
         requests = [_NO_REQUEST] * blocks.warps
         if issue.request is not None:
             requests = issue.request[:, of_block].T.tolist()
