@@ -33,6 +33,8 @@ _LINE = re.compile(
 )
 _WRITES_NO_REGISTER = re.compile(r"ST|RED|BRA|BAR|EXIT|[IF]SETP|R2P|LDGSTS")
 _SIZES = {"128": 16, "64": 8, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
+PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
+"""Products of warpgroups: of floating-point numbers, of those of 8 bits, of integers."""
 _EM_CUDA = b"\xbe\0"  # the machine in the ELF header of a cubin
 # A buffer in the arguments: the bits of an element, its sizes, a tensor map's box, and a value.
 _BUFFER = re.compile(
@@ -108,13 +110,15 @@ class Instruction:
 
     @functools.cached_property
     def product(self) -> tuple[int, int]:
-        """The FLOP of a product of a warpgroup (HGMMA), and the wavefronts of its operands.
+        """The FLOP of a product of a warpgroup (wgmma), and the wavefronts of its operands.
 
-        B is in shared memory, and A may be. Each is read once, for all four warps.
+        Whatever the type, a row of A or B has 32 bytes, and takes as long as 16 elements of 16
+        bits: the FLOP are of those. B is in shared memory, and A may be. Each is read once, for all
+        four warps.
         """
-        m, n, k = map(int, self.modifiers[0].split("x"))
+        m, n, _ = map(int, self.modifiers[0].split("x"))
         rows = n + (m if self.operands[1].startswith("gdesc") else 0)
-        return 2 * m * n * k, rows * k * 2 // 128
+        return 2 * m * n * 16, rows * 32 // 128
 
     @functools.cached_property
     def loaded(self) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from attention_kernels.inspection.resources import WARP
-from attention_kernels.inspection.sass.decode import Code, Instruction
+from attention_kernels.inspection.sass.decode import PRODUCTS, Code, Instruction
 from attention_kernels.inspection.sass.execute.asynchronous import is_numbered
 from attention_kernels.inspection.sass.execute.state import STORES, Event
 from attention_kernels.inspection.sass.execute.work import Issued, Line, Work, pipe_of
@@ -345,7 +345,7 @@ class Multiprocessor:
             warp.copies.clear()
             self._watch(warp, next_at, LONG, warp.copied)
         if signal and block.contribute(signal, served, index):
-            if one.base == "HGMMA":
+            if one.base in PRODUCTS:
                 flop, operands = one.product
                 cycles = max(flop / self.gpu.warpgroup_flop, operands)
                 self.products = max(self.products, block.when[signal]) + cycles

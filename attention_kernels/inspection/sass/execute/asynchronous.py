@@ -51,7 +51,9 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
         if "EXCH" in one.modifiers:
             # The word counts arrivals up to 2^20, from bit 1 on.
             arrivals = (1 << 20) - (int(blocks.read(one.operands[-1])[lane]) >> 1)
-            blocks.mbarriers[place] = Mbarrier(arrivals, arrivals)
+            # One that is used again gets new phases, of the same parity.
+            last = blocks.mbarriers[place].phase | 1 if place in blocks.mbarriers else -3
+            blocks.mbarriers[place] = Mbarrier(arrivals, arrivals, phase=last + 3)
             continue
         barrier = _at(blocks, one, place)
         if is_test:
@@ -163,7 +165,7 @@ def barrier(blocks: Blocks, one: Instruction) -> None:
 
 
 def product(blocks: Blocks, one: Instruction) -> int:
-    """Execute HGMMA, a product that four warps issue; the last of a group has a scoreboard."""
+    """Execute wgmma, a product that four warps issue; the last of a group has a scoreboard."""
     for warp, _ in _warps(blocks):
         block, of_block = divmod(warp, blocks.warps)
         event = "product", block, of_block // WARPGROUP, blocks.products[warp]

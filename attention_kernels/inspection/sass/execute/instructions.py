@@ -340,16 +340,17 @@ def _select(blocks: Blocks, one: Instruction) -> Values:
 
 
 def _predicates_to_register(blocks: Blocks, one: Instruction) -> Values:
-    *_, source, which = one.operands
-    packed: Values = np.sum([blocks.predicate(f"P{i}").astype(int) << i for i in range(7)], 0)
+    _, file, source, which = one.operands
+    kind = file.removesuffix("R")  # of PR or UPR
+    packed: Values = np.sum([blocks.predicate(f"{kind}{i}").astype(int) << i for i in range(7)], 0)
     return blocks.read(source) & ~int(which, 16) | packed & int(which, 16)
 
 
 def _register_to_predicates(blocks: Blocks, one: Instruction) -> None:
-    _, source, which = one.operands
+    file, source, which = one.operands
     for i in range(7):  # not PT
         if int(which, 16) >> i & 1:
-            blocks.write(f"P{i}", blocks.read(source) >> i & 1 != 0)
+            blocks.write(f"{file.removesuffix('R')}{i}", blocks.read(source) >> i & 1 != 0)
 
 
 def _vote(blocks: Blocks, one: Instruction) -> None:
@@ -468,9 +469,11 @@ _OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys(("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"), asynchronous.copy_tile),
     "IMAD": _multiply_add, "LEA": _shift_add, "SHF": _shift, "SGXT": _extend, "PRMT": _permute,
     "LOP3": _logic, "PLOP3": _predicate_logic, "F2I": _to_integer, "SHFL": _shuffle,
-    "P2R": _predicates_to_register, "R2P": _register_to_predicates, "R2UR": _to_uniform,
+    **dict.fromkeys(("P2R", "P2UR"), _predicates_to_register),
+    **dict.fromkeys(("R2P", "R2UP"), _register_to_predicates), "R2UR": _to_uniform,
     "BAR": asynchronous.barrier, "SYNCS": asynchronous.mbarrier, "ELECT": asynchronous.elect,
-    "USETMAXREG": asynchronous.move_registers, "HGMMA": asynchronous.product,
+    **dict.fromkeys(decode.PRODUCTS, asynchronous.product),
+    "USETMAXREG": asynchronous.move_registers,
     "WARPGROUP": asynchronous.await_products, "STAS": asynchronous.store_remote,
     "EXIT": asynchronous.end,
     "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
@@ -498,7 +501,7 @@ def _operation(one: Instruction) -> Operation | None:
         return _two_halves
     if base == "MUFU" and "RCP" in one.modifiers:
         return _reciprocal
-    if _FLOATING.fullmatch(base) and base != "HGMMA":
+    if _FLOATING.fullmatch(base) and base not in decode.PRODUCTS:
         return _zero
     if _UNKNOWN_BRANCH.fullmatch(base):
         raise SassError(f"cannot follow the branch {one.name}")

@@ -20,7 +20,7 @@ import numpy as np
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.resources import Launch, Triple
-from attention_kernels.inspection.sass.decode import Instruction, Program
+from attention_kernels.inspection.sass.decode import PRODUCTS, Instruction, Program
 from attention_kernels.inspection.sass.execute.instructions import run_blocks
 from attention_kernels.inspection.sass.execute.state import WARPGROUP, Blocks, Event, Issue, Mask
 
@@ -62,7 +62,7 @@ PIPES = {
     "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG", "LDL", "STL"),
     "shuffle": ("SHFL",),
     "tensor": ("HMMA", "IMMA"),
-    "warpgroup": ("HGMMA",),
+    "warpgroup": PRODUCTS,
     "tile": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"),
     "constant": ("LDC", "ULDC", "S2R"),
     "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR",
@@ -100,7 +100,7 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
         counts[_WAVEFRONTS.get(one.base, "loads")] += wavefronts
         counts["lines"] += lines
         counts["misses"] += misses
-        if one.base == "HGMMA":
+        if one.base in PRODUCTS:
             flop, operands = one.product
             counts["products"] += flop * issued // WARPGROUP
             counts["operands"] += operands * issued // WARPGROUP
@@ -235,7 +235,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
         else:
             # The last is the shortest or the longest; from there, work changes linearly.
             is_shortest = far > near
-            ends = _ends(length, any(one.base == "HGMMA" for one in program.code[launch.symbol]))
+            ends = _ends(length, any(one.base in PRODUCTS for one in program.code[launch.symbol]))
             blocks, ran = run(length - 1 - at if is_shortest else at for at in ends)
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
             samples = ran

@@ -75,8 +75,7 @@ def test_hoppers_tensor_map_is_that_of_the_emulator():
 def test_a_block_of_a_cluster_waits_in_vain_for_others_only_here():
     text = re.sub(r"SYNCS\.ARRIVE\.TRANS64\.A1T0 [^;]*", "UCGABAR_WAIT ", TEXT)
     blocks, one = executed(text)
-    assert blocks.waits
-    assert one.counts["tiles"] == TILES * (64 + 2)
+    assert (blocks.waits, one.counts["tiles"]) == (True, TILES * (64 + 2))
 
 
 def test_rows_out_of_bounds_are_not_fetched():

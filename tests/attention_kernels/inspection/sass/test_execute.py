@@ -147,14 +147,15 @@ def test_predicates_are_packed_into_a_register_and_back():
     MOV R5, 0xff80
     P2R R6, PR, R5, 0x7
     FSEL R7, R4, RZ, !P2
-    VOTEU.ANY UR8, UPT, P1
-    R2UR UR9, R4"""  # P0 and P2 are bits 0 and 2 of the thread
+    VOTEU.ANY UR8, UP0, P1
+    UP2UR UR10, UPR, URZ, 0x1
+    R2UR UR9, R4"""  # P0 and P2 are bits 0 and 2 of the thread; UR9 that of the warp's first lane
     blocks = ran(*code.split("\n"))
     t = np.arange(64)
-    assert (blocks.values[6] == 0xFF80 + (t & 1) + 2 * (t > 31) + (t & 4)).all()
-    assert (blocks.values[7] == np.where(t & 4, 0, t)).all()
-    assert (blocks.values[256 + 8] == np.where(t > 31, WORD, 0)).all()
-    assert (blocks.values[256 + 9] == t // 32 * 32).all()  # that of the warp's first lane
+    expected = {6: 0xFF80 + (t & 1) + 2 * (t > 31) + (t & 4), 7: np.where(t & 4, 0, t)}
+    expected |= {264: np.where(t > 31, WORD, 0), 265: t // 32 * 32, 266: t > 31}
+    for row, values in expected.items():
+        assert (blocks.values[row] == values).all(), row
 
 
 @pytest.mark.parametrize(
