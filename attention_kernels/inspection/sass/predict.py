@@ -172,8 +172,7 @@ def _predict_launch(
     gpu, code = program.gpu, program.code[launch.symbol]
     line = line_of(program, launch)
     total = line.totals()
-    unknown = instructions.assumed([code[at] for at in sorted(line.executed)])
-    assumed = [f"{name} is integer arithmetic with the result 0" for name in unknown]
+    assumed = instructions.assumed([code[at] for at in sorted(line.executed)])
     if line.waits:
         assumed.append("a block that waits for others finds them as far as itself")
     if not min_bytes:

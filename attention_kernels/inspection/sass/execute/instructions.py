@@ -485,12 +485,12 @@ _UNKNOWN_BRANCH = re.compile(r"BRXU?|JMPU?|JMXU?|RPCMOV")
 
 
 def assumed(code: decode.Code) -> list[str]:
-    """Return the names of the instructions that are timed as integer arithmetic for lack of data.
-
-    Those are double precision, and unknown instructions.
-    """
-    found = {one.name for one in code if _operation(one) is _unknown}
-    return sorted(found | {one.name for one in code if _DOUBLE.fullmatch(one.base)})
+    """Return what is assumed of instructions for lack of data, in sentences."""
+    unknown = {one.name for one in code if _operation(one) is _unknown}
+    unknown |= {one.name for one in code if _DOUBLE.fullmatch(one.base)}
+    atomics = {one.name for one in code if one.base[:4] == "ATOM" and "RZ" not in one.loaded}
+    found = [f"{name} is integer arithmetic with the result 0" for name in sorted(unknown)]
+    return [*found, *(f"{name} returns 0" for name in sorted(atomics))]
 
 
 def _operation(one: Instruction) -> Operation | None:

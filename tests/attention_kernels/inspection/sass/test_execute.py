@@ -69,7 +69,7 @@ POLL = POLL.replace("R2, R2, 0x1", "R5, R2, 0x1")
 def test_a_loop_is_run_as_often_as_its_counter_says(code, words, times):
     done = executed(code, words)
     assert [issue.index for issue in done.issued].count(5) == times
-    assert assumed(done.code) == ["TELEPORT.FAR"] * ("TELEPORT" in code)
+    assert ["TELEPORT.FAR" in x for x in assumed(done.code)] == [True] * ("TELEPORT" in code)
 
 
 def test_an_unknown_branch_is_refused():
