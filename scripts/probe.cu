@@ -1,5 +1,5 @@
 // Measures what `gpt2-infer predict` knows of a GPU and no table tells, and prints it as JSON; the
-// numbers are in attention_kernels/inspection/sass/gpus.toml and at the head of multiprocessor.py.
+// numbers are in attention_kernels/inspection/sass/gpus.toml and at the head of time.py.
 // Cycles are those of a multiprocessor's clock. `rate` is per scheduler, for a whole warp.
 //
 //   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I attention_kernels/csrc \\
@@ -240,7 +240,10 @@ __global__ void __launch_bounds__(384)
     reinterpret_cast<unsigned*>(tile)[i] = seed ? (bits & 0x9fff9fff) | 0x1c001c00 : 0;
   }
   ptx::proxy_fence();
-  const uint64_t a = ptx::matrix_descriptor(tile + threadIdx.x / 128 * 8192);
+  // The same in all lanes of a warp, and nvcc has to know it: it would move the descriptor to uniform
+  // registers for each product.
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  const uint64_t a = ptx::matrix_descriptor(tile + warpgroup * 8192);
   const uint64_t b = ptx::matrix_descriptor(tile + 32768, 16384);
   float sums[kSums] = {};
   unsigned rA[4];
@@ -364,7 +367,8 @@ template <int kSize, int kId>
 __global__ void straight_early(long long* cycles, float y) {
   ptx::allow_next();
   ptx::wait_for_previous();
-  float x[kSlots] = {};
+  float x[kSlots];  // of different values: nvcc would compute equal ones once
+  for (int i = 0; i < kSlots; ++i) x[i] = static_cast<float>(i);
   const long long begin = clock64();
 #pragma unroll
   for (int i = 0; i < kSize; ++i)

@@ -173,9 +173,12 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(worker.REPEATED_S, "cpu", 0.02)
 
 
-def version_file(name: str, text: str) -> Path:
-    """Write a version file to a path that depends on its text alone: the next run has its build."""
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+def version_file(name: str, text: str, everything: str = "") -> Path:
+    """Write a version file to a path that depends on its text alone: the next run has its build.
+
+    everything: the texts of this file and of others, to be next to each other.
+    """
+    digest = hashlib.sha256((everything or text).encode()).hexdigest()[:12]
     file = ROOT / ".pytest_cache" / "kernels" / digest / name
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():

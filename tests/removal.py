@@ -25,7 +25,6 @@ from attention_kernels.judge.suite import KERNEL_ERRORS, run_case
 from attention_kernels.ladder import header
 from attention_kernels.ladder.entry import slot_kernel
 from gpt2_infer.engines import fused
-from gpt2_infer.product import CSRC
 from tests.conftest import version_file
 
 if sys.version_info >= (3, 11):
@@ -52,9 +51,11 @@ FUNCTION = re.compile(
     r"(?:__device__|__global__)[\w\s:<>*&,]*?(?:__launch_bounds__\([^{;]*?\)\s+)?\b(\w+)\("
 )
 SOURCE, LAYERS, PARSE = fused.SOURCE, "layers_at_once.cuh", header.parse_header
-STEP = {name: SOURCE.with_name(name).read_text("utf-8") for name in (SOURCE.name, LAYERS)}
+INCLUDE = '#include "fp32/three_products.cuh"'  # a version's copy has the text in its place
+PRODUCTS = (header.CSRC / "fp32" / "three_products.cuh").read_text("utf-8")
+STEP = {file.name: file.read_text("utf-8") for file in sorted(SOURCE.parent.glob("step/*"))}
 VERSIONS = {
-    file.name: {file.name: file.read_text("utf-8")}
+    file.name: {file.name: file.read_text("utf-8").replace(INCLUDE, PRODUCTS)}
     for file in sorted((header.CSRC / "fp32").glob("v*.cu"))
     if file.name >= "v28"
 }
@@ -118,11 +119,12 @@ def droppable(sources: Mapping[str, str]) -> dict[str, str]:
 
 def use_droppable_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine build the droppable copy of its step."""
-    step, layers = droppable(STEP).values()
-    included = version_file(LAYERS, layers)
-    step = step.replace(LAYERS, f"../{included.parent.name}/{LAYERS}")
-    step = step.replace("../../csrc", os.path.relpath(CSRC, included.parent))
-    monkeypatch.setattr(fused, "SOURCE", version_file(SOURCE.name, step))
+    texts, text = droppable(STEP), SOURCE.read_text("utf-8")
+    everything = text + repr(texts)
+    for name, part in texts.items():
+        moved = part.replace("../../../csrc", "../../../../gpt2_infer/csrc")
+        version_file(f"step/{name}", moved, everything)
+    monkeypatch.setattr(fused, "SOURCE", version_file(SOURCE.name, text, everything))
     # A process cannot load the ops of a second copy.
     monkeypatch.setattr(header, "parse_header", lambda path, _: PARSE(path, "droppable_"))
 
@@ -182,7 +184,7 @@ def notice(number: int, runs: Sequence[Run], orders: Sequence[str] = ("",)) -> s
 
 def rows(key: str) -> list[tuple[str, str, str]]:
     """Return a table of removals.toml: the file, the site, and what is said of it."""
-    names = {file.partition("_")[0]: file for file in (*VERSIONS, *STEP, *SLOT)}
+    names = {re.split("[_.]", file)[0]: file for file in (*VERSIONS, *STEP, *SLOT)}
     return [
         (names[version], name, said)
         for versions, name, said in TABLE[key]

@@ -29,6 +29,9 @@ MAX_SEQLEN = 65535 * 16
 """The longest sequence that csrc/binding.cpp accepts."""
 _INT_MAX = 2**31 - 1
 _SEQLENS = 6  # the terabyte at which csrc/recorders/launches.cpp puts the rows' lengths
+HOPPER_PARAMETERS = 0x210
+"""Offset of a kernel's parameters in constant bank 0, from compute capability 9.0 on."""
+_MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
 WARP = 32
 ARCHS = ("75", "80", "90", "120")
 REGISTERS_PER_SM = 65536
@@ -144,6 +147,8 @@ def record(
             raise UnsupportedError(version.path.name, [reason])
         name = re.search(r"(\w+(<[^(]*>)?)\(", signature)
         kernel, given = name[1] if name else signature, bytes.fromhex(parameters)
+        if "CUtensorMap" in symbol:
+            given = bytes(-HOPPER_PARAMETERS % _MAP_ALIGNMENT) + given
         grid, block = ((int(x), int(y), int(z)) for x, y, z in (text.split(",") for text in axes))
         found.append(Launch(int(dim), kernel, symbol, grid, block, int(smem), given, words))
     return found
@@ -327,38 +332,20 @@ def rows_of(
         kernel = compiled[launch.symbol]
         shared = kernel.static_smem + launch.dynamic_smem
         blocks, limited_by = resident_blocks(arch, launch.threads, kernel.registers, shared)
-        yield Resources(
-            **dataclasses.asdict(kernel),
-            version=label,
-            arch=arch,
-            dtype=version.dtype,
-            kernel=launch.kernel,
-            head_dim=launch.head_dim,
-            threads=launch.threads,
-            dynamic_smem=launch.dynamic_smem,
-            blocks=blocks,
-            warps=blocks * -(-launch.threads // WARP),
-            max_warps=LIMITS[arch].warps,
-            limited_by=limited_by,
-        )
+        found: list[Any] = [*dataclasses.astuple(kernel), label, arch, version.dtype]
+        found += [launch.kernel, launch.head_dim, launch.threads, launch.dynamic_smem, blocks]
+        found += [blocks * -(-launch.threads // WARP), LIMITS[arch].warps, limited_by]
+        yield Resources(*found)
 
 
 COLUMNS = {
-    "version": "{0.version}",
-    "arch": "sm_{0.arch}",
-    "dtype": "{0.dtype}",
-    "head_dim": "{0.head_dim}",
-    "kernel": "{0.kernel}",
-    "threads": "{0.threads}",
-    "registers": "{0.registers}",
-    "spills st/ld": "{0.spill_stores}/{0.spill_loads}",
-    "static smem": "{0.static_smem}",
-    "dynamic smem": "{0.dynamic_smem}",
-    "blocks/SM": "{0.blocks}",
-    "warps/SM": "{0.warps}/{0.max_warps}",
-    "occupancy": "{0.occupancy:.0%}",
-    "limited by": "{0.limited_by}",
-}
+    "version": "{0.version}", "arch": "sm_{0.arch}", "dtype": "{0.dtype}",
+    "head_dim": "{0.head_dim}", "kernel": "{0.kernel}", "threads": "{0.threads}",
+    "registers": "{0.registers}", "spills st/ld": "{0.spill_stores}/{0.spill_loads}",
+    "static smem": "{0.static_smem}", "dynamic smem": "{0.dynamic_smem}",
+    "blocks/SM": "{0.blocks}", "warps/SM": "{0.warps}/{0.max_warps}",
+    "occupancy": "{0.occupancy:.0%}", "limited by": "{0.limited_by}",
+}  # fmt: skip
 _WORDS = ("version", "arch", "dtype", "kernel", "limited by")
 
 

@@ -40,11 +40,11 @@ class Launch:
     """A launch of one kernel in a file.
 
     Attributes:
-        kernel: predict this kernel of the file, *.cu or a cubin: its name, or a part of it
+        kernel: predict this kernel of the file, *.cu, *.ptx, cubin or library: a part of its name
         grid: blocks of the kernel: X, X,Y or X,Y,Z
         block: threads per block of the kernel: X, X,Y or X,Y,Z
         shared: dynamic shared memory per block of the kernel, in bytes
-        args: arguments of the kernel: f32[COUNT] for a buffer, ptr, a number, or @FILE for bytes
+        args: arguments: f32[COUNT] or ptr for a buffer, f16[SIZES/BOX] for TMA, a number, @FILE
     """
 
     kernel: str
@@ -101,7 +101,7 @@ def predict(
         heads: number of heads
         full: omit the causal mask
         dtype: dtype of a version that takes several (default: its first)
-        launch: a launch of one kernel of the file, *.cu or a cubin, instead of an attention call
+        launch: a launch of one kernel of a file, instead of an attention call
         lines: show which source lines stall, and why
     """
     from attention_kernels import UnsupportedError

@@ -165,8 +165,8 @@ def sources(version: VersionHeader) -> tuple[Files, Files]:
     folder, csrc = version.path.parent, header.csrc_of(version)
     for file in build.sources(version):
         # An environment with this package, csrc included, may be in the version file's folder.
-        is_own = file.is_relative_to(folder)
-        if is_own and (folder.is_relative_to(csrc) or not file.is_relative_to(csrc)):
+        is_own = file.is_relative_to(folder) and not file.is_relative_to(csrc)
+        if is_own or file == version.path:
             own[str(file.relative_to(folder))] = file.read_bytes()
         elif not file.is_relative_to(csrc):
             raise RequestError(f"{version.path.name} includes {file}, from outside its folder")

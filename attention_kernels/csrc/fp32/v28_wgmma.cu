@@ -18,10 +18,7 @@
 // Expect: 1.25 times as fast as v25 for long sequences. Slower where there are fewer blocks than
 //         multiprocessors.
 
-#include <cuda_fp16.h>
-
-#include "ptx.cuh"
-#include "wgmma.cuh"
+#include "fp32/three_products.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -32,143 +29,18 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 constexpr int kBlockM = 64 * kConsumers;
-constexpr int kBlockN = 64;
 constexpr int kHeadDim = 64;
-constexpr int kStages = 5;            // tiles in shared memory
-constexpr int kScores = kBlockN / 2;  // elements of S per thread
-constexpr int kStep = 16;             // columns of A, rows of B, in one wgmma
-constexpr int kSteps = 64 / kStep;
+constexpr int kStages = 5;  // tiles in shared memory
 constexpr int kSplitThreads = 128;
-constexpr int kTop = 14;     // exponent to which the largest number of a row or column is scaled
-constexpr int kLeast = -97;  // the smallest exponent that is scaled for
-constexpr int kMost = 127;
-constexpr float kScaleP = 0x1p15f;
 
-// An operand of wgmma is 64 rows of 128 bytes, in which the 16-byte chunk c of row r lies where
-// chunk c ^ (r % 8) would. A tile of keys is K's hi, K's lo, V's hi and V's lo, then the scales of
-// K's rows and V's columns.
-constexpr int kRowBytes = 2 * kHeadDim;
-constexpr int kOperandBytes = kBlockN * kRowBytes;
-constexpr int kTileBytes = 4 * kOperandBytes + sizeof(float) * (kBlockN + kHeadDim);
+// A tile of keys is K's hi, K's lo, V's hi and V's lo, then the scales of K's rows and V's columns.
+constexpr int kTileBytes = 4 * kOperandBytes<kHeadDim> + sizeof(float) * (kBlockN + kHeadDim);
 constexpr int kStageBytes = (kTileBytes + 1023) / 1024 * 1024;
 
 // Shared memory: kStages tiles, then V in float32 on the block's diagonal, in padded rows.
 constexpr int kFloatRow = kHeadDim + 4;
 constexpr int kDiagonalBytes = kBlockM * kFloatRow * sizeof(float);
 constexpr int kSmemBytes = kStages * kStageBytes + kDiagonalBytes;
-
-inline __device__ float4 load4(const float* row, unsigned d) {
-  return reinterpret_cast<const float4*>(row)[d / 4];
-}
-inline __device__ float2 load2(const float* row, unsigned d) {
-  return reinterpret_cast<const float2*>(row)[d / 2];
-}
-inline __device__ void store4(float* row, unsigned d, float4 x) {
-  reinterpret_cast<float4*>(row)[d / 4] = x;
-}
-inline __device__ void store2(float* row, unsigned d, float x, float y) {
-  reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
-}
-
-inline __device__ float power_of_two(int exponent) {
-  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
-}
-
-// Returns the exponent of a row's or a column's largest number.
-inline __device__ int exponent_of(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return largest == 0.0f ? 0 : min(max(exponent, kLeast), kMost);
-}
-
-// Splits x and y into sums hi + lo; a word holds a pair of halves.
-inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
-  const half2 hi2 = __floats2half2_rn(x, y);
-  const float2 back = __half22float2(hi2);
-  const half2 lo2 = __floats2half2_rn(x - back.x, y - back.y);
-  hi = *reinterpret_cast<const unsigned*>(&hi2);
-  lo = *reinterpret_cast<const unsigned*>(&lo2);
-}
-
-// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
-inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
-  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
-  lo = __float_as_uint(x - __uint_as_float(hi));
-}
-
-// Returns the place of column d of row r in an operand.
-inline __device__ int place_of(int r, int d) {
-  return r * kRowBytes + (d / 8 ^ r % 8) * 16 + d % 8 * 2;
-}
-
-// Splits x, four columns of row r, and stores hi in an operand and lo in the next one.
-inline __device__ void store_split(unsigned char* operand, int r, int d, float4 x, float4 scale) {
-  uint2 hi, lo;
-  split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
-  split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
-  unsigned char* to = operand + place_of(r, d);
-  *reinterpret_cast<uint2*>(to) = hi;
-  *reinterpret_cast<uint2*>(to + kOperandBytes) = lo;
-}
-
-inline __device__ float4 largest_of(float4 x, float4 y) {
-  return make_float4(fmaxf(fabsf(x.x), fabsf(y.x)), fmaxf(fabsf(x.y), fabsf(y.y)),
-                     fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
-}
-
-// A thread that splits has the same four columns of every kRowsApart-th row of a tile.
-constexpr int kRowsApart = 4 * kSplitThreads / kHeadDim;
-constexpr int kRowsPerThread = kBlockN / kRowsApart;
-
-// Scales and splits rows of K.
-inline __device__ void split_k(unsigned char* operand, float* scales,
-                               const float4 (&rows)[kRowsPerThread]) {
-  const int d = 4 * threadIdx.x % kHeadDim;
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const float4 x = rows[i];
-    const int r = i * kRowsApart + 4 * threadIdx.x / kHeadDim;
-    float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
-    for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
-    }
-    const int exponent = exponent_of(largest);
-    const float scale = power_of_two(kTop - exponent);
-    store_split(operand, r, d, x, make_float4(scale, scale, scale, scale));
-    if (d == 0) scales[r] = power_of_two(exponent - kTop);
-  }
-}
-
-// Scales and splits rows of V. The scales undo those of columns and of P.
-inline __device__ void split_v(unsigned char* operand, float* scales,
-                               const float4 (&rows)[kRowsPerThread]) {
-  __shared__ float4 s_largest[kSplitThreads / 32][kHeadDim / 4];
-  const int d = 4 * threadIdx.x % kHeadDim;
-  float4 largest = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (const float4 x : rows) largest = largest_of(largest, x);
-#pragma unroll
-  for (int offset = kHeadDim / 4; offset < 32; offset *= 2) {
-    largest = largest_of(largest, make_float4(__shfl_xor_sync(0xffffffff, largest.x, offset),
-                                              __shfl_xor_sync(0xffffffff, largest.y, offset),
-                                              __shfl_xor_sync(0xffffffff, largest.z, offset),
-                                              __shfl_xor_sync(0xffffffff, largest.w, offset)));
-  }
-  if (threadIdx.x % 32 < kHeadDim / 4) s_largest[threadIdx.x / 32][d / 4] = largest;
-  __syncthreads();
-  for (const auto& warp : s_largest) largest = largest_of(largest, warp[d / 4]);
-  const int4 exponent = make_int4(exponent_of(largest.x), exponent_of(largest.y),
-                                  exponent_of(largest.z), exponent_of(largest.w));
-  const float4 scale =
-      make_float4(power_of_two(kTop - exponent.x), power_of_two(kTop - exponent.y),
-                  power_of_two(kTop - exponent.z), power_of_two(kTop - exponent.w));
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    store_split(operand, i * kRowsApart + 4 * threadIdx.x / kHeadDim, d, rows[i], scale);
-  }
-  if (4 * threadIdx.x / kHeadDim != 0) return;
-  const auto undo = [](int exponent) { return power_of_two(exponent - kTop) / kScaleP; };
-  store4(scales, d,
-         make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
-}
 
 // A block has a tile of kBlockN keys of a head: of K if blockIdx.y is 0, of V if it is 1. Rows past
 // the end are zero.
@@ -183,200 +55,30 @@ __global__ void __launch_bounds__(kSplitThreads)
   const int head = blockIdx.x / tiles_per_head;
   const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
                         head % num_heads * strides.head + n_start * strides.seqlen;
-  float4 rows[kRowsPerThread];
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int r = i * kRowsApart + 4 * threadIdx.x / kHeadDim;
-    rows[i] = n_start + r < seqlen ? load4(g_rows + r * strides.seqlen, 4 * threadIdx.x % kHeadDim)
-                                   : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
+  TileRows<kHeadDim, kSplitThreads> rows;
+  load_rows(rows, g_rows, strides.seqlen, n_start, seqlen);
   unsigned char* tile = tiles + int64_t{blockIdx.x} * kTileBytes;
-  float* scales = reinterpret_cast<float*>(tile + 4 * kOperandBytes);
+  float* scales = reinterpret_cast<float*>(tile + 4 * kOperandBytes<kHeadDim>);
   if (is_v) {
-    split_v(tile + 2 * kOperandBytes, scales + kBlockN, rows);
+    split_v(tile + 2 * kOperandBytes<kHeadDim>, scales + kBlockN, rows);
   } else {
     split_k(tile, scales, rows);
   }
 }
 
-// Reduces x over the four lanes that share a row; every lane gets the result.
-inline __device__ float reduce_sum(float x) {
-  x += __shfl_xor_sync(0xffffffff, x, 1);
-  return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-inline __device__ float reduce_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
-// In a warpgroup, lane l of warp w holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on
-// (r = 1), at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
-
-// Q or P, hi and lo, as wgmma's operand A
-struct Split {
-  unsigned hi[kSteps][4], lo[kSteps][4];
-};
-
-// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero. Returns what scales
-// the rows' scores to units of log(2).
-inline __device__ float2 load_q(Split& rQ, const float* gQ, int64_t g_stride, int m, int seqlen,
-                                float softmax_scale) {
+// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero.
+inline __device__ void load_q(Split& rQ, float (&scales)[2], const float* gQ, int64_t g_stride,
+                              int m, int seqlen, float softmax_scale) {
   const int n = 2 * (threadIdx.x % 4);
-  float undo[2];
   for (int i = 0; i < 2; ++i) {
     float2 x[kHeadDim / 8];
     float largest = 0.0f;
     for (int j = 0; j < kHeadDim / 8; ++j) {
       x[j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
                                 : make_float2(0.0f, 0.0f);
-      largest = fmaxf(largest, fmaxf(fabsf(x[j].x), fabsf(x[j].y)));
+      largest = largest_of(largest, x[j]);
     }
-    const int exponent = exponent_of(reduce_max(largest));
-    const float scale = power_of_two(kTop - exponent);
-    undo[i] = softmax_scale * 1.4426950408889634f * power_of_two(exponent - kTop);
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      const int at = j % 2 * 2 + i;
-      split(x[j].x * scale, x[j].y * scale, rQ.hi[j / 2][at], rQ.lo[j / 2][at]);
-    }
-  }
-  return make_float2(undo[0], undo[1]);
-}
-
-// sums = A B, small products first. The hi of B is at `b`, its lo in the next operand; a step is
-// kStepBytes further on.
-template <bool kTransposed, int kStepBytes>
-inline __device__ void multiply(float (&sums)[32], Split& a, const unsigned char* b) {
-  const uint64_t hi = ptx::matrix_descriptor(b);
-  const uint64_t lo = ptx::matrix_descriptor(b + kOperandBytes);
-  ptx::multiply_fence(sums, a.hi, a.lo);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int at = step * kStepBytes;
-    ptx::multiply<false, kTransposed>(sums, a.lo[step], ptx::advance(hi, at), step > 0);
-    ptx::multiply<false, kTransposed>(sums, a.hi[step], ptx::advance(lo, at));
-  }
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    ptx::multiply<false, kTransposed>(sums, a.hi[step], ptx::advance(hi, step * kStepBytes));
-  }
-  ptx::multiply_commit();
-}
-
-// S = Q K^T
-inline __device__ void multiply_qk(float (&rS)[kScores], Split& rQ, const unsigned char* sK) {
-  multiply<false, kStep * sizeof(half)>(rS, rQ, sK);
-}
-
-// PV = P V. V's rows are rows of B, where K's are columns.
-inline __device__ void multiply_pv(float (&rPV)[kHeadDim / 2], Split& rP, const unsigned char* sV) {
-  multiply<true, kStep * kRowBytes>(rPV, rP, sV);
-}
-
-// An accumulator's elements are in the order of operand A.
-inline __device__ void split_p(Split& rP, const float (&rS)[kScores]) {
-#pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) {
-    split(rS[2 * i] * kScaleP, rS[2 * i + 1] * kScaleP, rP.hi[i / 4][i % 4], rP.lo[i / 4][i % 4]);
-  }
-}
-
-struct Statistics {
-  float row_max[2] = {-INFINITY, -INFINITY};  // in units of log(2)
-  float row_sum[2] = {};                      // of this lane's P
-};
-
-// Hides keys that a query does not see. The lane's first column is n, its first row m.
-inline __device__ void mask(float (&rS)[kScores], int n, int m, int seqlen, bool is_causal) {
-#pragma unroll
-  for (int i = 0; i < kScores; ++i) {
-    const int visible = is_causal ? min(m + i % 4 / 2 * 8 + 1, seqlen) : seqlen;
-    if (n + i / 4 * 8 + i % 2 >= visible) rS[i] = -INFINITY;
-  }
-}
-
-// Undoes the scales of Q and K.
-inline __device__ void scale_scores(float (&rS)[kScores], float2 q_scale, const float* k_scales) {
-  const float* lane_scales = k_scales + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int j = 0; j < kBlockN / 8; ++j) {
-    const float2 k_scale = load2(lane_scales, 8 * j);
-    for (int i = 0; i < 4; ++i) {
-      float& score = rS[4 * j + i];
-      score = (i < 2 ? q_scale.x : q_scale.y) * (score * (i % 2 ? k_scale.y : k_scale.x));
-    }
-  }
-}
-
-// Replaces S by P = 2^(S - row_max). Returns what O must be multiplied by.
-inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows) {
-  float row_scale[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float new_max = rows.row_max[r];
-#pragma unroll
-    for (int i = 2 * r; i < kScores; i += 4) new_max = fmaxf(new_max, fmaxf(rS[i], rS[i + 1]));
-    new_max = reduce_max(new_max);
-    row_scale[r] = exp2f(rows.row_max[r] - new_max);
-    rows.row_max[r] = new_max;
-    rows.row_sum[r] *= row_scale[r];
-#pragma unroll
-    for (int i = 2 * r; i < kScores; i += 4) {
-      rS[i] = exp2f(rS[i] - new_max);
-      rS[i + 1] = exp2f(rS[i + 1] - new_max);
-      rows.row_sum[r] += rS[i] + rS[i + 1];
-    }
-  }
-  return make_float2(row_scale[0], row_scale[1]);
-}
-
-// O = row_scale O + PV. Tensor cores truncate sums, so that O itself must not be their accumulator.
-inline __device__ void add_pv(float (&rO)[kHeadDim / 2], const float (&rPV)[kHeadDim / 2],
-                              float2 row_scale, const float* v_scales) {
-  const float* lane_scales = v_scales + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int d = 0; d < kHeadDim / 8; ++d) {
-    const float2 v_scale = load2(lane_scales, 8 * d);
-    for (int i = 0; i < 4; ++i) {
-      float& x = rO[4 * d + i];
-      x = fmaf(x, i < 2 ? row_scale.x : row_scale.y,
-               rPV[4 * d + i] * (i % 2 ? v_scale.y : v_scale.x));
-    }
-  }
-}
-
-// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled. P = 0 times any
-// finite V is 0, however large it is. The lane's warp sees the first `keys` keys.
-inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (&rP)[kScores],
-                                        float2 row_scale, const float* s_v, int keys) {
-  const int lane_id = threadIdx.x % 32;
-  const float* lane_v = s_v + 2 * (lane_id % 4) * kFloatRow + lane_id / 4;
-#pragma unroll
-  for (int first = 0; first < kHeadDim; first += 16) {
-    float small[2][4] = {}, large[2][4] = {};
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-      if (8 * j >= keys) break;
-      unsigned hiP[4], loP[4];
-      for (int i = 0; i < 4; ++i) {
-        split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
-      }
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        unsigned hiV[2], loV[2];
-        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
-          split_tf32(0.5f * lane_v[(8 * j + i) * kFloatRow + first + 8 * d], hiV[i], loV[i]);
-        }
-        ptx::mma_tf32(small[d], loP, hiV);
-        ptx::mma_tf32(small[d], hiP, loV);
-        ptx::mma_tf32(large[d], hiP, hiV);
-      }
-    }
-    for (int d = 0; d < 2; ++d) {
-      for (int i = 0; i < 4; ++i) {
-        float& x = rO[first / 2 + 4 * d + i];
-        x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
-      }
-    }
+    scales[i] = split_q(rQ, i, x, largest, softmax_scale);
   }
 }
 
@@ -459,8 +161,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool has_diagonal = diagonal < block_tiles;
 
   Split rQ, rP;
-  const float2 q_scale = load_q(rQ, q + batch * q_strides.batch + head * q_strides.head,
-                                q_strides.seqlen, m_first + r, seqlen, softmax_scale);
+  float q_scales[2];
+  load_q(rQ, q_scales, q + batch * q_strides.batch + head * q_strides.head, q_strides.seqlen,
+         m_first + r, seqlen, softmax_scale);
   Statistics rows;
   float2 row_scale = make_float2(1.0f, 1.0f);
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
@@ -469,14 +172,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     multiply_qk(rS, rQ, s_tiles + tile % kStages * kStageBytes);
   };
   const auto start_pv = [&](int tile) {
-    multiply_pv(rPV, rP, s_tiles + tile % kStages * kStageBytes + 2 * kOperandBytes);
+    multiply_pv(rPV, rP, s_tiles + tile % kStages * kStageBytes + 2 * kOperandBytes<kHeadDim>);
   };
   const auto scales_of = [&](int tile) {
     return reinterpret_cast<const float*>(s_tiles + tile % kStages * kStageBytes +
-                                          4 * kOperandBytes);
+                                          4 * kOperandBytes<kHeadDim>);
   };
   const auto use_s = [&](int tile) {
-    scale_scores(rS, q_scale, scales_of(tile));
+    scale_scores(rS, q_scales, scales_of(tile));
     const int n_start = tile * kBlockN;
     if (tile == diagonal || n_start + kBlockN > seqlen) {
       mask(rS, n_start + n, m_first + r, seqlen, is_causal);
@@ -501,19 +204,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (has_diagonal) {
     // A column's scale would make rows depend on keys that they do not see.
     ptx::barrier_wait(&diagonal_full, 0);
-    add_product_tf32(rO, rS, row_scale, s_diagonal + 64 * warpgroup * kFloatRow,
-                     threadIdx.x % 128 / 32 * 16 + 16);
+    add_product_tf32<kFloatRow>(rO, rS, row_scale, s_diagonal + 64 * warpgroup * kFloatRow,
+                                threadIdx.x % 128 / 32 * 16 + 16);
   }
 
   float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
   for (int i = 0; i < 2; ++i) {
     const float scale = 1.0f / reduce_sum(rows.row_sum[i]);
     const int row = m_first + r + 8 * i;
-    if (row >= seqlen) continue;
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      store2(gO + row * int64_t{num_heads} * kHeadDim, 8 * j + n, rO[4 * j + 2 * i] * scale,
-             rO[4 * j + 2 * i + 1] * scale);
-    }
+    if (row < seqlen) store_row(gO + row * int64_t{num_heads} * kHeadDim, rO, i, n, scale);
   }
 }
 

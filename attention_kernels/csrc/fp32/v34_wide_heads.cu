@@ -23,10 +23,7 @@
 //         200 MB, a fifth of the time, and nothing else runs while a block loads Q or multiplies its
 //         diagonal.
 
-#include <cuda_fp16.h>
-
-#include "ptx.cuh"
-#include "wgmma.cuh"
+#include "fp32/three_products.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -37,27 +34,15 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 constexpr int kBlockM = 64 * kConsumers;
-constexpr int kBlockN = 64;
 constexpr int kHeadDim = 128;
-constexpr int kStages = 2;            // tiles of K and of V in shared memory
-constexpr int kScores = kBlockN / 2;  // elements of S per thread
-constexpr int kGroup = 16;            // heads
-constexpr int kStep = 16;             // columns of A, rows of B, in one wgmma
+constexpr int kStages = 2;  // tiles of K and of V in shared memory
+constexpr int kGroup = 16;  // heads
 constexpr int kSplitThreads = 128;
-constexpr int kTop = 14;     // exponent to which the largest number of a row or column is scaled
-constexpr int kLeast = -97;  // the smallest exponent that is scaled for
-constexpr int kMost = 127;
-constexpr float kScaleP = 0x1p15f;
 
-// An operand of wgmma is two blocks of 64 columns. A block is 64 rows of 128 bytes, in which the
-// 16-byte chunk c of row r lies where chunk c ^ (r % 8) would. A part of a tile is K's hi and lo and
-// the scales of its rows, or V's hi and lo and the scales of its columns.
-constexpr int kColumns = 64;
-constexpr int kRowBytes = 2 * kColumns;
-constexpr int kColumnsBytes = 64 * kRowBytes;
-constexpr int kOperandBytes = kHeadDim / kColumns * kColumnsBytes;
-constexpr int kKBytes = 2 * kOperandBytes + sizeof(float) * kBlockN;
-constexpr int kVBytes = 2 * kOperandBytes + sizeof(float) * kHeadDim;
+// A part of a tile is K's hi and lo and the scales of its rows, or V's hi and lo and the scales of its
+// columns.
+constexpr int kKBytes = 2 * kOperandBytes<kHeadDim> + sizeof(float) * kBlockN;
+constexpr int kVBytes = 2 * kOperandBytes<kHeadDim> + sizeof(float) * kHeadDim;
 constexpr int kTileBytes = kKBytes + kVBytes;
 constexpr int kStageBytes = (kVBytes + 1023) / 1024 * 1024;
 
@@ -66,121 +51,7 @@ constexpr int kFloatRow = kHeadDim + 4;
 static_assert(kBlockN * kFloatRow * sizeof(float) <= kStageBytes);
 
 // Shared memory: Q's hi and lo of each warpgroup, then kStages parts with K, then as many with V.
-constexpr int kSmemBytes = kConsumers * 2 * kOperandBytes + 2 * kStages * kStageBytes;
-
-inline __device__ float4 load4(const float* row, unsigned d) {
-  return reinterpret_cast<const float4*>(row)[d / 4];
-}
-inline __device__ float2 load2(const float* row, unsigned d) {
-  return reinterpret_cast<const float2*>(row)[d / 2];
-}
-inline __device__ void store4(float* row, unsigned d, float4 x) {
-  reinterpret_cast<float4*>(row)[d / 4] = x;
-}
-inline __device__ void store2(float* row, unsigned d, float x, float y) {
-  reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
-}
-
-inline __device__ float power_of_two(int exponent) {
-  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
-}
-
-// Returns the exponent of a row's or a column's largest number.
-inline __device__ int exponent_of(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return largest == 0.0f ? 0 : min(max(exponent, kLeast), kMost);
-}
-
-// Splits x and y into sums hi + lo; a word holds a pair of halves.
-inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
-  const half2 hi2 = __floats2half2_rn(x, y);
-  const float2 back = __half22float2(hi2);
-  const half2 lo2 = __floats2half2_rn(x - back.x, y - back.y);
-  hi = *reinterpret_cast<const unsigned*>(&hi2);
-  lo = *reinterpret_cast<const unsigned*>(&lo2);
-}
-
-// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
-inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
-  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
-  lo = __float_as_uint(x - __uint_as_float(hi));
-}
-
-// Returns the place of column d of row r in an operand.
-inline __device__ int place_of(int r, int d) {
-  const int chunk = d % kColumns / 8 ^ r % 8;
-  return d / kColumns * kColumnsBytes + r * kRowBytes + chunk * 16 + d % 8 * 2;
-}
-
-// Splits x, four columns of row r, and stores hi in an operand and lo in the next one.
-inline __device__ void store_split(unsigned char* operand, int r, int d, float4 x, float4 scale) {
-  uint2 hi, lo;
-  split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
-  split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
-  unsigned char* to = operand + place_of(r, d);
-  *reinterpret_cast<uint2*>(to) = hi;
-  *reinterpret_cast<uint2*>(to + kOperandBytes) = lo;
-}
-
-inline __device__ float4 largest_of(float4 x, float4 y) {
-  return make_float4(fmaxf(fabsf(x.x), fabsf(y.x)), fmaxf(fabsf(x.y), fabsf(y.y)),
-                     fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
-}
-
-// A thread that splits has the same four columns of every kRowsApart-th row of a tile.
-constexpr int kRowsApart = 4 * kSplitThreads / kHeadDim;
-constexpr int kRowsPerThread = kBlockN / kRowsApart;
-
-// Scales and splits rows of K.
-inline __device__ void split_k(unsigned char* operand, float* scales,
-                               const float4 (&rows)[kRowsPerThread]) {
-  const int d = 4 * threadIdx.x % kHeadDim;
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const float4 x = rows[i];
-    const int r = i * kRowsApart + 4 * threadIdx.x / kHeadDim;
-    float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
-    for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
-    }
-    const int exponent = exponent_of(largest);
-    const float scale = power_of_two(kTop - exponent);
-    store_split(operand, r, d, x, make_float4(scale, scale, scale, scale));
-    if (d == 0) scales[r] = power_of_two(exponent - kTop);
-  }
-}
-
-// Scales and splits rows of V. The scales undo those of columns and of P.
-inline __device__ void split_v(unsigned char* operand, float* scales,
-                               const float4 (&rows)[kRowsPerThread]) {
-  __shared__ float4 s_largest[kSplitThreads / 32][kHeadDim / 4];
-  const int d = 4 * threadIdx.x % kHeadDim;
-  float4 largest = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (const float4 x : rows) largest = largest_of(largest, x);
-#pragma unroll
-  for (int offset = kHeadDim / 4; offset < 32; offset *= 2) {
-    largest = largest_of(largest, make_float4(__shfl_xor_sync(0xffffffff, largest.x, offset),
-                                              __shfl_xor_sync(0xffffffff, largest.y, offset),
-                                              __shfl_xor_sync(0xffffffff, largest.z, offset),
-                                              __shfl_xor_sync(0xffffffff, largest.w, offset)));
-  }
-  if (threadIdx.x % 32 < kHeadDim / 4) s_largest[threadIdx.x / 32][d / 4] = largest;
-  __syncthreads();
-  for (const auto& warp : s_largest) largest = largest_of(largest, warp[d / 4]);
-  const int4 exponent = make_int4(exponent_of(largest.x), exponent_of(largest.y),
-                                  exponent_of(largest.z), exponent_of(largest.w));
-  const float4 scale =
-      make_float4(power_of_two(kTop - exponent.x), power_of_two(kTop - exponent.y),
-                  power_of_two(kTop - exponent.z), power_of_two(kTop - exponent.w));
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    store_split(operand, i * kRowsApart + 4 * threadIdx.x / kHeadDim, d, rows[i], scale);
-  }
-  if (4 * threadIdx.x / kHeadDim != 0) return;
-  const auto undo = [](int exponent) { return power_of_two(exponent - kTop) / kScaleP; };
-  store4(scales, d,
-         make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
-}
+constexpr int kSmemBytes = kConsumers * 2 * kOperandBytes<kHeadDim> + 2 * kStages * kStageBytes;
 
 // A block has a tile of kBlockN keys of a head, of K or V. The tiles that are read first come last: they
 // are still in L2 then. Rows past the end are zero.
@@ -196,35 +67,17 @@ __global__ void __launch_bounds__(kSplitThreads)
   const int head = index / tiles_per_head;
   const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
                         head % num_heads * strides.head + n_start * strides.seqlen;
-  float4 rows[kRowsPerThread];
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int r = i * kRowsApart + 4 * threadIdx.x / kHeadDim;
-    rows[i] = n_start + r < seqlen ? load4(g_rows + r * strides.seqlen, 4 * threadIdx.x % kHeadDim)
-                                   : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
+  TileRows<kHeadDim, kSplitThreads> rows;
+  load_rows(rows, g_rows, strides.seqlen, n_start, seqlen);
   unsigned char* tile = tiles + int64_t{index} * kTileBytes;
   unsigned char* operand = is_v ? tile + kKBytes : tile;
-  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes);
+  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes<kHeadDim>);
   if (is_v) {
     split_v(operand, scales, rows);
   } else {
     split_k(operand, scales, rows);
   }
 }
-
-// Reduces x over the four lanes that share a row; every lane gets the result.
-inline __device__ float reduce_sum(float x) {
-  x += __shfl_xor_sync(0xffffffff, x, 1);
-  return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-inline __device__ float reduce_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
-// In a warpgroup, lane l of warp w holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on
-// (r = 1), at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
 
 // Loads, scales and splits rows m and m + 8 of Q, which are rows r and r + 8 of an operand. Rows past
 // the end are zero. The scales bring the rows' scores to units of log(2).
@@ -244,9 +97,7 @@ inline __device__ void load_q(unsigned char* sQ, float* scales, const float* gQ,
   for (int i = 0; i < 2; ++i) {
     const auto& x = rows[i];
     float largest = 0.0f;
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      largest = fmaxf(largest, fmaxf(fabsf(x[j].x), fabsf(x[j].y)));
-    }
+    for (const float2 pair : x) largest = largest_of(largest, pair);
     const int exponent = exponent_of(reduce_max(largest));
     const float scale = power_of_two(kTop - exponent);
     if (n == 0) {
@@ -257,7 +108,7 @@ inline __device__ void load_q(unsigned char* sQ, float* scales, const float* gQ,
       split(x[j].x * scale, x[j].y * scale, hi, lo);
       unsigned char* to = sQ + place_of(r + 8 * i, 8 * j + n);
       *reinterpret_cast<unsigned*>(to) = hi;
-      *reinterpret_cast<unsigned*>(to + kOperandBytes) = lo;
+      *reinterpret_cast<unsigned*>(to + kOperandBytes<kHeadDim>) = lo;
     }
   }
 }
@@ -266,9 +117,9 @@ inline __device__ void load_q(unsigned char* sQ, float* scales, const float* gQ,
 inline __device__ void multiply_qk(float (&rS)[kScores], const unsigned char* sQ,
                                    const unsigned char* sK) {
   const uint64_t hiQ = ptx::matrix_descriptor(sQ);
-  const uint64_t loQ = ptx::matrix_descriptor(sQ + kOperandBytes);
+  const uint64_t loQ = ptx::matrix_descriptor(sQ + kOperandBytes<kHeadDim>);
   const uint64_t hiK = ptx::matrix_descriptor(sK);
-  const uint64_t loK = ptx::matrix_descriptor(sK + kOperandBytes);
+  const uint64_t loK = ptx::matrix_descriptor(sK + kOperandBytes<kHeadDim>);
   const auto at = [](int d) { return d / kColumns * kColumnsBytes + d % kColumns * 2; };
   ptx::multiply_fence(rS);
 #pragma unroll
@@ -281,105 +132,6 @@ inline __device__ void multiply_qk(float (&rS)[kScores], const unsigned char* sQ
     ptx::multiply<false>(rS, ptx::advance(hiQ, at(d)), ptx::advance(hiK, at(d)));
   }
   ptx::multiply_commit();
-}
-
-// P, hi and lo, as wgmma's operand A
-constexpr int kSteps = kBlockN / kStep;
-struct Split {
-  unsigned hi[kSteps][4], lo[kSteps][4];
-};
-
-// PV = P V, small products first. V's rows are rows of B, where K's are columns.
-inline __device__ void multiply_pv(float (&rPV)[kHeadDim / 2], Split& rP, const unsigned char* sV) {
-  const uint64_t hiV = ptx::matrix_descriptor(sV, kColumnsBytes);
-  const uint64_t loV = ptx::matrix_descriptor(sV + kOperandBytes, kColumnsBytes);
-  ptx::multiply_fence(rPV, rP.hi, rP.lo);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int at = step * kStep * kRowBytes;
-    ptx::multiply<false, true>(rPV, rP.lo[step], ptx::advance(hiV, at), step > 0);
-    ptx::multiply<false, true>(rPV, rP.hi[step], ptx::advance(loV, at));
-  }
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int at = step * kStep * kRowBytes;
-    ptx::multiply<false, true>(rPV, rP.hi[step], ptx::advance(hiV, at));
-  }
-  ptx::multiply_commit();
-}
-
-// An accumulator's elements are in the order of operand A.
-inline __device__ void split_p(Split& rP, const float (&rS)[kScores]) {
-#pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) {
-    split(rS[2 * i] * kScaleP, rS[2 * i + 1] * kScaleP, rP.hi[i / 4][i % 4], rP.lo[i / 4][i % 4]);
-  }
-}
-
-struct Statistics {
-  float row_max[2] = {-INFINITY, -INFINITY};  // in units of log(2)
-  float row_sum[2] = {};                      // of this lane's P
-};
-
-// Hides keys that a query does not see. The lane's first column is n, its first row m.
-inline __device__ void mask(float (&rS)[kScores], int n, int m, int seqlen, bool is_causal) {
-#pragma unroll
-  for (int i = 0; i < kScores; ++i) {
-    const int visible = is_causal ? min(m + i % 4 / 2 * 8 + 1, seqlen) : seqlen;
-    if (n + i / 4 * 8 + i % 2 >= visible) rS[i] = -INFINITY;
-  }
-}
-
-// Undoes the scales of Q and K.
-inline __device__ void scale_scores(float (&rS)[kScores], const float* q_scales,
-                                    const float* k_scales) {
-  const float2 q_scale = make_float2(q_scales[0], q_scales[8]);
-  const float* lane_scales = k_scales + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int j = 0; j < kBlockN / 8; ++j) {
-    const float2 k_scale = load2(lane_scales, 8 * j);
-    for (int i = 0; i < 4; ++i) {
-      float& score = rS[4 * j + i];
-      score = (i < 2 ? q_scale.x : q_scale.y) * (score * (i % 2 ? k_scale.y : k_scale.x));
-    }
-  }
-}
-
-// Replaces S by P = 2^(S - row_max). Returns what O must be multiplied by.
-inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows) {
-  float row_scale[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float new_max = rows.row_max[r];
-#pragma unroll
-    for (int i = 2 * r; i < kScores; i += 4) new_max = fmaxf(new_max, fmaxf(rS[i], rS[i + 1]));
-    new_max = reduce_max(new_max);
-    row_scale[r] = exp2f(rows.row_max[r] - new_max);
-    rows.row_max[r] = new_max;
-    rows.row_sum[r] *= row_scale[r];
-#pragma unroll
-    for (int i = 2 * r; i < kScores; i += 4) {
-      rS[i] = exp2f(rS[i] - new_max);
-      rS[i + 1] = exp2f(rS[i + 1] - new_max);
-      rows.row_sum[r] += rS[i] + rS[i + 1];
-    }
-  }
-  return make_float2(row_scale[0], row_scale[1]);
-}
-
-// O = row_scale O + PV. Tensor cores truncate sums, so that O itself must not be their accumulator.
-inline __device__ void add_pv(float (&rO)[kHeadDim / 2], const float (&rPV)[kHeadDim / 2],
-                              float2 row_scale, const float* v_scales) {
-  const float* lane_scales = v_scales + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int d = 0; d < kHeadDim / 8; ++d) {
-    const float2 v_scale = load2(lane_scales, 8 * d);
-    for (int i = 0; i < 4; ++i) {
-      float& x = rO[4 * d + i];
-      x = fmaf(x, i < 2 ? row_scale.x : row_scale.y,
-               rPV[4 * d + i] * (i % 2 ? v_scale.y : v_scale.x));
-    }
-  }
 }
 
 // O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled. P = 0 times any
@@ -462,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                      Strides q_strides, Strides v_strides, int seqlen, int heads, int num_heads,
                      float softmax_scale, bool is_causal) {
   ATTENTION_ALIGNED_SHARED(unsigned char, s_q, 1024);
-  unsigned char* s_k = s_q + kConsumers * 2 * kOperandBytes;
+  unsigned char* s_k = s_q + kConsumers * 2 * kOperandBytes<kHeadDim>;
   unsigned char* s_v = s_k + kStages * kStageBytes;
   __shared__ ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   if (threadIdx.x == 0) {
@@ -537,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Both warpgroups have the tiles before this one; for the others there are no turns.
   const int shared = has_diagonal ? end - warpgroup : block_tiles;
 
-  unsigned char* sQ = s_q + warpgroup * 2 * kOperandBytes;
+  unsigned char* sQ = s_q + warpgroup * 2 * kOperandBytes<kHeadDim>;
   __shared__ float s_q_scales[kBlockM];
   load_q(sQ, s_q_scales + 64 * warpgroup, q + batch * q_strides.batch + head * q_strides.head,
          q_strides.seqlen, m, r % 64, seqlen, softmax_scale);
@@ -563,10 +315,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto scales_of = [&](const unsigned char* stages, int tile) {
     return reinterpret_cast<const float*>(stages + tile % kStages * kStageBytes +
-                                          2 * kOperandBytes);
+                                          2 * kOperandBytes<kHeadDim>);
   };
   const auto use_s = [&](int tile) {
-    scale_scores(rS, s_q_scales + r, scales_of(s_k, tile));
+    scale_scores(rS, {s_q_scales[r], s_q_scales[r + 8]}, scales_of(s_k, tile));
     arrive(&k_empty[tile % kStages]);
     const int n_start = tile * kBlockN;
     if (n_start + kBlockN > (is_causal ? min(m_first, seqlen) : seqlen)) {
@@ -614,11 +366,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = 0; i < 2; ++i) {
     const float scale = 1.0f / reduce_sum(rows.row_sum[i]);
     const int row = m + 8 * i;
-    if (row >= seqlen) continue;
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      store2(gO + row * int64_t{num_heads} * kHeadDim, 8 * j + n, rO[4 * j + 2 * i] * scale,
-             rO[4 * j + 2 * i + 1] * scale);
-    }
+    if (row < seqlen) store_row(gO + row * int64_t{num_heads} * kHeadDim, rO, i, n, scale);
   }
 }
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from attention_kernels.inspection.resources import Launch
 from attention_kernels.inspection.sass.decode import Program, find_disassembler
-from attention_kernels.inspection.sass.multiprocessor import EXITED, SELECTED, Stall
+from attention_kernels.inspection.sass.time import EXITED, SELECTED, Stall
 from attention_kernels.ladder import compilers
 
 _LEAST = 0.01  # share of a line's stalls from which a reason, or another line, is listed
@@ -73,16 +73,13 @@ class _Place(NamedTuple):
 
 
 def explain(
-    program: Program,
-    cubin: Path,
-    launches: Sequence[tuple[Launch, float, dict[Stall, float]]],
-    time_us: float,
+    program: Program, launches: Sequence[tuple[Launch, float, dict[Stall, float]]], time_us: float
 ) -> Stalls:
-    """Explain the launches of a call. cubin: has a line table, or all lines are 0.
+    """Explain the launches of a call. Without a line table in the cubin, all lines are 0.
 
     launches: each with its part of the time and the warp-cycles by stall.
     """
-    table = _line_table(cubin)
+    table = _line_table(program.cubin)
     places: defaultdict[_Place, float] = defaultdict(float)
     text: list[str] = []
     for launch, weight, cycles in launches:
@@ -105,13 +102,9 @@ def explain(
     for place, n in stalled.items():
         by_line[place.chain[0]][place] = n / total
     lines = [_line(line, mine, text) for line, mine in by_line.items()]
-    return Stalls(
-        program.gpu.name,
-        round(time_us, 3),
-        round(1 - total / whole, 5),
-        _shares(stalled, "reason", total),
-        sorted((line for line in lines if line.share > 0), key=lambda line: -line.share),
-    )
+    worst = sorted((line for line in lines if line.share > 0), key=lambda line: -line.share)
+    shares, issuing = _shares(stalled, "reason", total), round(1 - total / whole, 5)
+    return Stalls(program.gpu.name, round(time_us, 3), issuing, shares, worst)
 
 
 def _line(line: int, places: dict[_Place, float], text: Sequence[str]) -> StalledLine:
@@ -119,14 +112,9 @@ def _line(line: int, places: dict[_Place, float], text: Sequence[str]) -> Stalle
     through, *_ = _shares(places, "chain")
     awaited = _shares(places, "awaited", share or 1.0, _LEAST)
     awaited.pop(None, None)
-    return StalledLine(
-        line,
-        round(share, 5),
-        _shares(places, "reason", share or 1.0, _LEAST),
-        [*through[1:]],
-        awaited,
-        text[line - 1].strip() if 0 < line <= len(text) else "",
-    )
+    reasons = _shares(places, "reason", share or 1.0, _LEAST)
+    source = text[line - 1].strip() if 0 < line <= len(text) else ""
+    return StalledLine(line, round(share, 5), reasons, [*through[1:]], awaited, source)
 
 
 def _shares(

@@ -1,18 +1,17 @@
 """Predict how long a kernel takes on a GPU, and what limits it, without running it there.
 
-The machine code of some blocks is executed (work.py), one multiprocessor with its blocks is
-simulated (multiprocessor.py), and the blocks of the grid are distributed to all multiprocessors as
-these become free. A version file says itself what it launches; any other kernel needs its launch.
-docs/prediction.md says what is left out.
+The machine code of some blocks is decoded and executed, one multiprocessor with its blocks is
+simulated, and the blocks of the grid are distributed to all multiprocessors as these become free. A
+version file says itself what it launches; any other kernel needs its launch. docs/prediction.md
+says what is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,13 @@ from typing import Any
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection import resources
 from attention_kernels.inspection.resources import WARP, Launch, Triple
-from attention_kernels.inspection.sass import binary, decode, execute
+from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import Program
+from attention_kernels.inspection.sass.execute import instructions
+from attention_kernels.inspection.sass.execute.work import line_of
 from attention_kernels.inspection.sass.explain import Stalls, explain
 from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
-from attention_kernels.inspection.sass.multiprocessor import Multiprocessor, Stall
-from attention_kernels.inspection.sass.work import Line, line_of
+from attention_kernels.inspection.sass.time import StallCycles, time_grid
 from attention_kernels.ladder.header import CSRC, VersionHeader
 
 LOAD_STORE_UNIT = "load-store unit"
@@ -118,7 +118,7 @@ def predict(
         cubin.write_bytes(code)
         ours = CSRC in version.path.parents
         program = decode.read_cubin(cubin, version.listing, gpu, heads_first=ours)
-        found = _predict_call(program, counted, min_bytes, cubin if lines else None)
+        found = _predict_call(program, counted, min_bytes, lines=lines)
     return dataclasses.replace(found, version=version.label, seqlen=seqlen)
 
 
@@ -136,36 +136,35 @@ def predict_kernel(
     """Predict one launch of a kernel in a file.
 
     kernel: its mangled name, or a part of it that no other kernel has. shared: bytes of dynamic
-    shared memory. args: one text per parameter; see binary.pack(). lines: also explain the stalls
-    by source line. Raises the errors of binary.read(), UnsupportedError, and SassError.
+    shared memory. args: one text per parameter; see decode.pack(). lines: also explain the stalls
+    by source line. Raises the errors of decode.read_kernel(), UnsupportedError, and SassError.
     """
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        program, symbol, packed, size = binary.read(path, gpu, cubin, kernel, args)
-        launch = Launch(0, symbol, symbol, grid, block, shared, packed)
-        return _predict_call(program, {launch: 1}, size, cubin if lines else None)
+        program, symbol, given = decode.read_kernel(path, gpu, kernel, args, Path(folder))
+        packed, size, words = given
+        launch = Launch(0, symbol, symbol, grid, block, shared, packed, tuple(words.items()))
+        return _predict_call(program, {launch: 1}, size, lines=lines)
 
 
 def _predict_call(
-    program: Program, counted: Mapping[Launch, int], min_bytes: float, cubin: Path | None
+    program: Program, counted: Mapping[Launch, int], min_bytes: float, *, lines: bool
 ) -> Prediction:
-    """Predict launches, given how often each occurs; cubin: explain the stalls with its lines."""
-    each, explained = [], []
+    """Predict launches, given how often each occurs; lines: explain their stalls."""
+    each, explained = [], list[tuple[Launch, float, StallCycles]]()
     for launch, count in counted.items():
-        one, stalls = _predict_launch(program, launch, min_bytes, observes=cubin is not None)
+        stalls: StallCycles = defaultdict(float)
+        one = _predict_launch(program, launch, min_bytes, stalls if lines else None)
         each.append((count, one))
         explained.append((launch, count * (one.time_us - one.launch_us), stalls))
     found = _sum(each)
-    if cubin:
-        lines = explain(program, cubin, explained, found.time_us)
-        found = dataclasses.replace(found, stalls=lines)
-    return found
+    stalled = explain(program, explained, found.time_us) if lines else None
+    return dataclasses.replace(found, stalls=stalled)
 
 
 def _predict_launch(
-    program: Program, launch: Launch, min_bytes: float, *, observes: bool
-) -> tuple[Prediction, dict[Stall, float]]:
-    """Predict one launch; observes: also return the stalls on a full multiprocessor.
+    program: Program, launch: Launch, min_bytes: float, stalls: StallCycles | None
+) -> Prediction:
+    """Predict one launch; stalls: records those on a full multiprocessor.
 
     min_bytes: bytes that have to pass between the GPU and its memory; 0 if unknown. Raises
     UnsupportedError if no block fits on the GPU.
@@ -173,8 +172,9 @@ def _predict_launch(
     gpu, code = program.gpu, program.code[launch.symbol]
     line = line_of(program, launch)
     total = line.totals()
-    unknown = execute.assumed([code[at] for at in sorted(line.executed)])
-    assumed = [f"{name} is integer arithmetic with the result 0" for name in unknown]
+    assumed = instructions.assumed([code[at] for at in sorted(line.executed)])
+    if line.waits:
+        assumed.append("a block that waits for others finds them as far as itself")
     if not min_bytes:
         assumed.append("memory is fast enough: no argument has a buffer's size")
     registers, static = program.needs[launch.symbol]
@@ -184,111 +184,17 @@ def _predict_launch(
         reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
         raise UnsupportedError(program.path.name, [reason])
 
-    # Blocks that start together request the inputs they share at the same time, and all wait for
-    # memory. So does a block that requests data of its own. The output of an earlier launch is in
-    # L2.
-    at_once = room * gpu.multiprocessors / max(1, line.busy)
     from_memory = min(1.0, min_bytes / max(1.0, total["misses"] * SECTOR))
-    cold = line.inputs * min(1.0, max(at_once, from_memory))
-    miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
-    end = equal = 0.0
-    stalls: dict[Stall, float] = {}
-    if line.works:
-        # No multiprocessor gets more blocks than if all are shared out equally.
-        fits = min(room, -(-line.busy // gpu.multiprocessors))
-        resident = min(line.busy, fits * gpu.multiprocessors)
-        one, full = (_paced(gpu, from_memory, count / resident) for count in (1, fits))
-        alone, extra = Multiprocessor(one, code, miss).alone(line.works)
-        paces = [alone]
-        if fits > 1:
-            paces = Multiprocessor(full, code, miss).together(line.works, fits)
-        if observes:
-            mean = total["issue"] / line.busy
-            stalls = Multiprocessor(gpu, code, miss).observe(line.works, fits, mean)
-        end, equal = finish(line, gpu, alone, paces, extra)
+    end, equal = time_grid(gpu, code, line, room, from_memory, stalls)
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
     hertz = gpu.clock_at(products / max(end, products, 1.0)) * 1e3  # cycles per microsecond
     needs = _needs(gpu, total, min_bytes, hertz)
     busiest = max(needs.values())
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
-    found = Prediction(
-        version=program.path.stem,
-        gpu=gpu.name,
-        seqlen=0,
-        time_us=finished + gpu.launch_us,
-        needs_us=needs,
-        waiting_us=balanced - busiest,
-        uneven_us=finished - balanced,
-        launch_us=gpu.launch_us,
-        launches=1,
-        instructions=round(total["issue"]),
-        load_wavefronts=round(total["loads"]),
-        store_wavefronts=round(total["stores"]),
-        assumed=tuple(assumed),
-    )
-    return found, stalls
-
-
-def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
-    """Return the GPU with the pace of one multiprocessor's sectors, from L2 and from memory.
-
-    share: of memory's bandwidth, which all resident blocks divide among them.
-    """
-    memory = share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
-    l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
-    pace = 1 / ((1 - from_memory) / l2 + from_memory / memory)
-    return dataclasses.replace(gpu, l2_bytes_per_cycle=pace * gpu.multiprocessors)
-
-
-def finish(
-    line: Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
-) -> tuple[float, float]:
-    """Return the cycles until the last multiprocessor finishes, and with the work shared equally.
-
-    alone: cycles per instruction of a block that has a multiprocessor to itself. paces: those of
-    each block, the oldest first, on a full multiprocessor. extra: additional cycles per block.
-    Blocks start in order, each on the first multiprocessor with room.
-    """
-    waiting = [
-        line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
-        for _ in range(line.repeats)
-        for p in reversed(range(line.length))
-        for _ in range(line.alike)
-    ]
-    total = sum(waiting)
-    fits = len(paces)
-    some = [
-        [alone + (pace - alone) * (count - 1) / max(1, fits - 1) for pace in paces[:count]]
-        for count in range(fits + 1)
-    ]
-    places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]
-    for _ in paces:
-        for place in places:
-            if waiting:
-                place.append(waiting.pop())
-
-    def event(number: int, now: float) -> tuple[float, int, float, int]:
-        """Return when the next block of a multiprocessor ends, and its index there."""
-        place = places[number]
-        ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
-        first = min(range(len(place)), key=ends.__getitem__)
-        return now + ends[first], number, now, first
-
-    events = [event(number, 0.0) for number, place in enumerate(places) if place]
-    heapq.heapify(events)
-    end = 0.0
-    while events:
-        end, number, since, first = heapq.heappop(events)
-        place = places[number]
-        for i, pace in enumerate(some[len(place)]):
-            place[i] -= (end - since) / pace
-        del place[first]
-        if waiting:
-            place.append(waiting.pop())
-        if place:
-            heapq.heappush(events, event(number, end))
-    return end, total / sum(1 / pace for pace in paces) / gpu.multiprocessors
+    times = finished + gpu.launch_us, needs, balanced - busiest, finished - balanced, gpu.launch_us
+    counts = round(total["issue"]), round(total["loads"]), round(total["stores"])
+    return Prediction(program.path.stem, gpu.name, 0, *times, 1, *counts, tuple(assumed))
 
 
 def _needs(

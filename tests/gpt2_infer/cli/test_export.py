@@ -40,7 +40,7 @@ def kernel(tmp_path_factory) -> Path:
     text = text.replace(
         "// Flags:  (none)", "// Takes:  float32, head_dim 32\n// Flags:  -DTILE=32"
     )
-    text = text.replace('#include "common.cuh"', '#include "sizes.cuh"\n\n#include "common.cuh"')
+    text = text.replace('"common.cuh"', '"sizes.cuh"\n\n#include "fp32/three_products.cuh"')
     text = text.replace("constexpr int kBlockN = 32;", "constexpr int kBlockN = kTile;")
     (folder / "sizes.cuh").write_text("#pragma once\nconstexpr int kTile = TILE;\n")
     (folder / "v01_mine.cu").write_text(text)
@@ -209,7 +209,7 @@ def test_an_environment_next_to_the_kernel_is_not_exported(kernel, monkeypatch, 
     monkeypatch.setattr(header, "CSRC", csrc)
     planned = export.plan(header.of_file(tmp_path / kernel.name), tmp_path / "fast-rows")
     assert {*planned.own} == {"v01_mine.cu", "sizes.cuh"}
-    assert {*planned.shared} == {"attention.h", "common.cuh"}
+    assert {"common.cuh", "fp32/three_products.cuh"} < {*planned.shared}
 
 
 # Other tests use the same GPU.

@@ -13,20 +13,8 @@ from attention_kernels.inspection.sass.explain import StalledLine, Stalls
 from attention_kernels.inspection.sass.predict import Prediction
 from gpt2_infer.cli import main
 
-FOUND = Prediction(
-    version="v12",
-    gpu="H200 SXM",
-    seqlen=1024,
-    time_us=90.0,
-    needs_us={"issue slots": 30.0, "shared memory": 42.0},
-    waiting_us=6.0,
-    uneven_us=40.7,
-    launch_us=1.3,
-    launches=1,
-    instructions=1,
-    load_wavefronts=2,
-    store_wavefronts=3,
-)
+NEEDS = {"issue slots": 30.0, "shared memory": 42.0}
+FOUND = Prediction("v12", "H200 SXM", 1024, 90.0, NEEDS, 6.0, 40.7, 1.3, 1, 1, 2, 3)
 
 
 COMMAND = ["predict", "CUSTOM_CUDA_VERSION_12"]

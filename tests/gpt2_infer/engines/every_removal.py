@@ -8,8 +8,6 @@ from tests import removal
 from tests.conftest import needs_compiler
 from tests.gpt2_infer.engines.test_removal import NOTICED, notice  # noqa: F401 - a fixture
 
-ORDERS = ("", "reverse", "shuffle:1")
-
 pytestmark = needs_compiler
 
 
@@ -26,4 +24,4 @@ def test_a_removal_is_noticed_without_the_race_check(file, name, message, notice
 @pytest.mark.parametrize("build", ["", "races"])
 @pytest.mark.parametrize(("file", "name", "reason"), removal.rows("needless"))
 def test_a_needless_one_may_go(file, name, reason, build, notice):  # noqa: F811
-    assert not notice(file, name, build, ORDERS)
+    assert not notice(file, name, build, ("", "reverse", "shuffle:1"))

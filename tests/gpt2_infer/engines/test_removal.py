@@ -44,9 +44,8 @@ def step_run(shape: int) -> removal.Run:
         return functools.partial(check_guesses, model, 254, guesses=3, right=2)
     config, dtype, lengths, how = SHAPES[shape]
     model = random_model(config, dtype)
-    exact, tolerance = copy.deepcopy(model).double(), 2e-4 if dtype == torch.float32 else 0.1
-    check = test_fused.check_steps
-    return functools.partial(check, model, lengths, 2, tolerance, exact=exact, **how)
+    exact, budget = copy.deepcopy(model).double(), 2e-4 if dtype == torch.float32 else 0.1
+    return functools.partial(test_fused.check_steps, model, lengths, 2, budget, exact=exact, **how)
 
 
 @pytest.fixture

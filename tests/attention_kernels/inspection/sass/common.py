@@ -7,10 +7,11 @@ import struct
 
 import pytest
 
-from attention_kernels.inspection.sass import decode, execute
+from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import Instruction
+from attention_kernels.inspection.sass.execute import instructions as execution
+from attention_kernels.inspection.sass.execute.state import Blocks
 from attention_kernels.inspection.sass.gpus import gpus
-from attention_kernels.inspection.sass.state import Blocks
 from attention_kernels.ladder import compilers
 from attention_kernels.ladder.compilers import BuildError
 
@@ -58,5 +59,5 @@ def executed(
 ) -> Blocks:
     """Execute the code in a block of two warps; words: what its loads return."""
     blocks = Blocks(instructions(code), constants, (64, 1, 1), [(0, 0, 0)], words or {})
-    execute.run(blocks, 1000)
+    execution.run(blocks, 1000)
     return blocks

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attention_kernels.inspection.sass import decode, execute
-from attention_kernels.inspection.sass.state import Blocks
+from attention_kernels.inspection.sass import decode
+from attention_kernels.inspection.sass.execute.instructions import assumed, run
+from attention_kernels.inspection.sass.execute.state import Blocks
 from attention_kernels.ladder import build, compilers
 from attention_kernels.ladder.header import CSRC
 from tests.attention_kernels.inspection.sass.common import CODE, executed
@@ -32,8 +33,8 @@ def test_machine_code_is_run_as_the_hardware_would():
         times[issue.index] += int(issue.warps.sum())
     # Both warps run until the second ends; then the first runs three iterations.
     assert [times[index] for index in range(10)] == [2, 2, 2, 1, 1, 3, 3, 3, 3, 1]
-    loads = [issue.wavefronts for issue in done.issued if issue.wavefronts is not None]
-    assert [found.tolist() for found in loads] == [[32, 0]] * 3  # a 32-way conflict
+    loads = [issue.request for issue in done.issued if issue.request is not None]
+    assert [found[0].tolist() for found in loads] == [[32, 0]] * 3  # a 32-way conflict
 
 
 def test_the_compilers_stalls_and_scoreboards_are_read():
@@ -51,6 +52,8 @@ def test_the_compilers_stalls_and_scoreboards_are_read():
 
 # nvcc compiles some loops this way for sm_80.
 CALL = CODE.replace("@!P1 BRA 0x50\nEXIT", "@P1 CALL.REL.NOINC 0xa0\nBRA 0x50\nEXIT")
+POLL = CODE.replace("LDS R4, [R1+UR4+0x10]", "LDG.E.STRONG.GPU R2, [R6.64]")
+POLL = POLL.replace("R2, R2, 0x1", "R5, R2, 0x1")
 
 
 @pytest.mark.parametrize(
@@ -60,12 +63,13 @@ CALL = CODE.replace("@!P1 BRA 0x50\nEXIT", "@P1 CALL.REL.NOINC 0xa0\nBRA 0x50\nE
         (CODE.replace("MOV R2, RZ", "LDG.E R2, [UR6]"), {}, 3),
         (CODE.replace("MOV R2, RZ", "LDG.E R2, [UR6]"), {0: 2}, 1),  # as decode kernels do
         (CODE.replace("MOV R2, RZ", "TELEPORT.FAR R2, R0"), {}, 3),  # unknown, so it writes 0
+        (POLL, {}, 2),  # it would repeat for ever
     ],
 )
 def test_a_loop_is_run_as_often_as_its_counter_says(code, words, times):
     done = executed(code, words)
     assert [issue.index for issue in done.issued].count(5) == times
-    assert execute.assumed(done.code) == ["TELEPORT.FAR"] * ("TELEPORT" in code)
+    assert ["TELEPORT.FAR" in x for x in assumed(done.code)] == [True] * ("TELEPORT" in code)
 
 
 def test_an_unknown_branch_is_refused():
@@ -104,7 +108,7 @@ def test_an_operation_computes_what_the_source_says(arch, expected):
     given = struct.pack("<QQI", OUT, KEY, COUNT)
     constants = struct.pack("<III", 64, 1, 1).ljust(PARAMETERS[arch], b"\0") + given
     done = Stores(code, constants, (64, 1, 1), [(0, 0, 0)])
-    execute.run(done, 20_000)
+    run(done, 20_000)
     source = (FOLDER / "operations.cu").read_text().splitlines()
     operations = [line.strip() for line in source if line.startswith("  keep(")]
     assert len(expected) == 64 * len(operations)
@@ -119,57 +123,52 @@ def ran(*lines: str, constants: bytes = b"") -> Blocks:
 
 def test_spilled_registers_are_restored():
     """Each thread reads its own value; an address that is not relative to R1 reads as 0."""
-    blocks = ran(
-        "S2R R4, SR_TID.X",
-        "MOV R5, 0x7",
-        "STL.64 [R1+0x8], R4",
-        "STL [R1], R5",
-        "MOV R4, RZ",
-        "LDL.64 R6, [R1+0x8]",
-        "LDL R8, [R1+0xc]",
-        "LDL R9, [R1]",
-        "LDL R10, [R2]",
-    )
+    stored = ("S2R R4, SR_TID.X", "MOV R5, 0x7", "STL.64 [R1+0x8], R4", "STL [R1], R5")
+    loaded = ("LDL.64 R6, [R1+0x8]", "LDL R8, [R1+0xc]", "LDL R9, [R1]", "LDL R10, [R2]")
+    blocks = ran(*stored, "MOV R4, RZ", *loaded)
     for row, value in ((6, np.arange(64)), (7, 7), (8, 7), (9, 7), (10, 0), (4, 0)):
         assert (blocks.values[row] == value).all(), row
-    lines = [issue.lines.tolist() for issue in blocks.issued if blocks.code[issue.index].memory]
+    accesses = [issue for issue in blocks.issued if blocks.code[issue.index].memory]
+    lines = [issue.request[1].tolist() for issue in accesses]
     assert lines == [[2, 2], [1, 1], [2, 2], [1, 1], [1, 1], [1, 1]]  # 32 words each
 
 
+def test_a_tensor_map_that_a_kernel_makes_is_copied_from_shared_memory():
+    made = ("S2R R4, SR_TID.X", "IMAD.WIDE R8, R4, 0x4, RZ", "STS [R8], R4", "LDS R6, [R8]")
+    blocks = ran(*made, "ATOMG.E.EXCH.STRONG.GPU PT, RZ, [R8], R6", "UTMACCTL.IV [UR4]")
+    assert blocks.stored == {4 * t: t for t in range(64)}
+    assert (blocks.values[6] == np.arange(64)).all()
+
+
 def test_predicates_are_packed_into_a_register_and_back():
-    blocks = ran(
-        "S2R R4, SR_TID.X",
-        "R2P PR, R4, 0x5",  # P0 and P2, from bits 0 and 2 of the thread
-        "ISETP.GT.AND P1, PT, R4, 0x1f, PT",
-        "MOV R5, 0xff80",
-        "P2R R6, PR, R5, 0x7",
-        "FSEL R7, R4, RZ, !P2",
-        "VOTEU.ANY UR8, UPT, P1",
-        "R2UR UR9, R4",
-    )
+    code = """S2R R4, SR_TID.X
+    R2P PR, R4, 0x5
+    ISETP.GT.AND P1, PT, R4, 0x1f, PT
+    MOV R5, 0xff80
+    P2R R6, PR, R5, 0x7
+    FSEL R7, R4, RZ, !P2
+    VOTEU.ANY UR8, UP0, P1
+    UP2UR UR10, UPR, URZ, 0x1
+    R2UR UR9, R4"""  # P0 and P2 are bits 0 and 2 of the thread; UR9 that of the warp's first lane
+    blocks = ran(*code.split("\n"))
     t = np.arange(64)
-    assert (blocks.values[6] == 0xFF80 + (t & 1) + 2 * (t > 31) + (t & 4)).all()
-    assert (blocks.values[7] == np.where(t & 4, 0, t)).all()
-    assert (blocks.values[256 + 8] == np.where(t > 31, WORD, 0)).all()
-    assert (blocks.values[256 + 9] == t // 32 * 32).all()  # that of the warp's first lane
+    expected = {6: 0xFF80 + (t & 1) + 2 * (t > 31) + (t & 4), 7: np.where(t & 4, 0, t)}
+    expected |= {264: np.where(t > 31, WORD, 0), 265: t // 32 * 32, 266: t > 31}
+    for row, values in expected.items():
+        assert (blocks.values[row] == values).all(), row
 
 
 @pytest.mark.parametrize(
     ("instruction", "stride", "wavefronts"),
     [
-        ("LDS R8, [R5]", 4, 1),
-        ("LDS R8, [R5]", 128, 32),
-        ("LDS.128 R8, [R5]", 16, 4),
-        ("LDS.128 R8, [R5]", 32, 8),
-        ("STS.128 [R5], R8", 144, 4),
-        ("LDSM.16.M88.4 R8, [R5]", 128, 32),
-        ("LDGSTS.E.BYPASS.128 [R5], [R6.64]", 16, 4),
-        ("ATOMS.ADD RZ, [R5], R8", 8, 2),
+        ("LDS R8, [R5]", 4, 1), ("LDS R8, [R5]", 128, 32), ("LDS.128 R8, [R5]", 16, 4),
+        ("LDS.128 R8, [R5]", 32, 8), ("STS.128 [R5], R8", 144, 4), ("ATOMS.ADD RZ, [R5], R8", 8, 2),
+        ("LDSM.16.M88.4 R8, [R5]", 128, 32), ("LDGSTS.E.BYPASS.128 [R5], [R6.64]", 16, 4),
     ],
-)
+)  # fmt: skip
 def test_a_request_to_shared_memory_costs_its_wavefronts(instruction, stride, wavefronts):
     blocks = ran("S2R R4, SR_LANEID", f"IMAD R5, R4, {stride:#x}, RZ", instruction)
-    assert blocks.issued[2].wavefronts.tolist() == [wavefronts] * 2
+    assert blocks.issued[2].request[0].tolist() == [wavefronts] * 2
 
 
 @pytest.mark.parametrize(
@@ -185,5 +184,4 @@ def test_a_request_to_shared_memory_costs_its_wavefronts(instruction, stride, wa
 )
 def test_a_request_to_global_memory_costs_its_lines_and_sectors(instruction, stride, lines, misses):
     blocks = ran("S2R R4, SR_LANEID", f"IMAD.WIDE R6, R4, {stride:#x}, RZ", instruction)
-    assert blocks.issued[2].lines.tolist() == [lines] * 2
-    assert blocks.issued[2].misses.tolist() == misses
+    assert blocks.issued[2].request[1:].tolist() == [[lines] * 2, misses]

@@ -10,8 +10,8 @@ from attention_kernels import ladder
 from attention_kernels.inspection.resources import Launch
 from attention_kernels.inspection.sass import explain
 from attention_kernels.inspection.sass.decode import Instruction, Program
-from attention_kernels.inspection.sass.multiprocessor import EXITED, SELECTED, Stall
 from attention_kernels.inspection.sass.predict import predict
+from attention_kernels.inspection.sass.time import EXITED, SELECTED, Stall
 from tests.attention_kernels.inspection.sass.common import H200, needs_cuda_programs
 
 # What nvdisasm prints: a kernel at line 20, a function called in line 25, and a lambda in line 30.
@@ -54,17 +54,12 @@ def test_stalls_are_summed_by_line(monkeypatch, tmp_path):
     monkeypatch.setattr(explain, "_line_table", lambda _: frames)
     load = Instruction("LDS", ("R2", "[R4]"), writes=0)
     use = Instruction("FADD", ("R3", "R2", "R2"), waits=(0,))
-    program = Program(source, H200, {"kernel": [load, use, use]}, {})
+    program = Program(source, tmp_path, H200, {"kernel": [load, use, use]}, {})
     launch = Launch(64, "kernel", "kernel", (132, 1, 1), (256, 1, 1), 0, b"")
-    cycles = {
-        Stall(1, "short scoreboard", 0): 50.0,
-        Stall(1, "wait", 1): 9.7,
-        Stall(0, "wait", 0): 0.25,
-        Stall(2, "wait", 2): 0.05,
-        Stall(0, SELECTED, 0): 20.0,
-        Stall(0, EXITED, 0): 99.0,
-    }
-    found = explain.explain(program, tmp_path, [(launch, 3.0, cycles)], 4.0)
+    cycles = {Stall(1, "short scoreboard", 0): 50.0, Stall(1, "wait", 1): 9.7}
+    cycles |= {Stall(0, "wait", 0): 0.25, Stall(2, "wait", 2): 0.05}
+    cycles |= {Stall(0, SELECTED, 0): 20.0, Stall(0, EXITED, 0): 99.0}
+    found = explain.explain(program, [(launch, 3.0, cycles)], 4.0)
     assert (found.issuing, found.us(0.5)) == (0.25, 1.5)
     assert found.reasons == {"short scoreboard": 0.83333, "wait": 0.16667}
     worst, _, none = found.lines

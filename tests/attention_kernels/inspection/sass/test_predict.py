@@ -13,8 +13,9 @@ from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection.resources import Launch
 from attention_kernels.inspection.sass import predict
 from attention_kernels.inspection.sass.decode import Program
+from attention_kernels.inspection.sass.execute.work import Line, Work, axes_of, line_of
 from attention_kernels.inspection.sass.gpus import gpus
-from attention_kernels.inspection.sass.work import Line, Work, axes_of, line_of
+from attention_kernels.inspection.sass.time import finish
 from tests.attention_kernels.inspection.sass.common import (
     CODE,
     H200,
@@ -28,7 +29,7 @@ predicted = functools.partial(predict.predict, gpu=H200, seqlen=128)
 
 def program_of(code, *, heads_first=False):
     kernels = {"kernel": instructions(code)}
-    return Program(ROOT / "v01.cu", H200, kernels, {}, heads_first)
+    return Program(ROOT / "v01.cu", ROOT, H200, kernels, {}, heads_first)
 
 
 def launch_of(grid):
@@ -39,7 +40,7 @@ def launch_of(grid):
 def test_a_last_wave_takes_as_long_as_the_others(blocks, waves):
     counts = Counter(issue=40)
     line = Line(1, {0: counts}, [Work([], [], counts)], alike=blocks)
-    end, equal = predict.finish(line, H200, 2.0, [2.0], 0.0)
+    end, equal = finish(line, H200, 2.0, [2.0], 0.0)
     assert end == pytest.approx(waves * 40 * 2.0)
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.resources import Launch, Triple
-from attention_kernels.inspection.sass.decode import Instruction, Program
-from attention_kernels.inspection.sass.execute import run_blocks
-from attention_kernels.inspection.sass.state import WARPGROUP, Blocks, Event, Issue
+from attention_kernels.inspection.sass.decode import PRODUCTS, Instruction, Program
+from attention_kernels.inspection.sass.execute.instructions import run_blocks
+from attention_kernels.inspection.sass.execute.state import WARPGROUP, Blocks, Event, Issue, Mask
 
 _SAMPLED = 8  # blocks executed if the work of the others can be interpolated
 _SPREAD = 128  # blocks executed otherwise
@@ -31,20 +31,10 @@ _LINEAR = 0.02  # deviation from a line up to which work counts as linear
 _MAX_GRID = 2**20  # most blocks in a grid: each is scheduled
 _MAX_WHOLE = 32  # block 0 is executed as well if an axis has at most this many blocks
 
-Issued: TypeAlias = tuple[int, int, int, int]
-"""An instruction of a warp: its index, wavefronts, L1 lines, and sectors that go to L2."""
-
-
-@dataclass(frozen=True)
-class Events:
-    """The events of a block."""
-
-    needs: Counter[Event] = field(default_factory=Counter)
-    """Number of contributions that complete each event."""
-    signals: dict[tuple[int, int], Event] = field(default_factory=dict)
-    """The event to which an instruction contributes, by warp and position in its instructions."""
-    awaits: dict[tuple[int, int], Event] = field(default_factory=dict)
-    """The event for which an instruction waits, by warp and position in its instructions."""
+Issued: TypeAlias = tuple[int, Sequence[int], Event | None, Event | None]
+"""An instruction of a warp: its index; its wavefronts, L1 lines and sectors that go to L2; the
+event to which it contributes; and the event for which it waits."""
+_NO_REQUEST = [0, 0, 0]
 
 
 @dataclass(frozen=True)
@@ -58,12 +48,8 @@ class Work:
     counts: Counter[str]
     """Instructions in total and by pipe, wavefronts, lines, misses, and of the products of
     warpgroups the FLOP and the wavefronts of their operands."""
-    events: Events = field(default_factory=Events)
-
-    @property
-    def instructions(self) -> int:
-        """Instructions executed by all warps."""
-        return self.counts["issue"]
+    needs: Counter[Event] = field(default_factory=Counter)
+    """Number of contributions that complete each event."""
 
 
 # ---- One block -----------------------------------------------------------------------------------
@@ -72,19 +58,20 @@ PIPES = {
     "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
     "multiply": ("IMAD",),
     "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
-    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS"),
+    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS", "STAS"),
     "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG", "LDL", "STL"),
     "shuffle": ("SHFL",),
     "tensor": ("HMMA", "IMMA"),
-    "warpgroup": ("HGMMA",),
-    "tile": ("UTMALDG", "UBLKCP"),
+    "warpgroup": PRODUCTS,
+    "tile": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"),
     "constant": ("LDC", "ULDC", "S2R"),
     "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR",
                 "WARPGROUP", "USETMAXREG", "ELECT"),
 }  # fmt: skip
 _PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
 _WAVEFRONTS = {
-    "STS": "stores", "STSM": "stores", "LDGSTS": "copies", "UTMALDG": "tiles", "UBLKCP": "tiles",
+    **dict.fromkeys(("STS", "STSM", "STAS"), "stores"), "LDGSTS": "copies",
+    **dict.fromkeys(PIPES["tile"], "tiles"),
 }  # fmt: skip
 _UNIFORM = ("S2UR", "R2UR", "VOTEU")
 
@@ -100,10 +87,9 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
     """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
     totals = np.zeros((4, len(blocks.code), len(blocks.indices), blocks.warps), np.int32)
     for issue in blocks.issued:
-        counted = issue.warps, issue.wavefronts, issue.lines, issue.misses
-        for total, by_warp in zip(totals, counted, strict=True):
-            if by_warp is not None:
-                total[issue.index] += by_warp.reshape(totals.shape[2:])
+        totals[0, issue.index] += issue.warps.reshape(totals.shape[2:])
+        if issue.request is not None:
+            totals[1:, issue.index] += issue.request.reshape(3, *totals.shape[2:])
     found: list[Counter[str]] = [Counter() for _ in blocks.indices]
     by_block = totals.sum(3)
     for index, block in np.argwhere(by_block[0]).tolist():
@@ -114,7 +100,7 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
         counts[_WAVEFRONTS.get(one.base, "loads")] += wavefronts
         counts["lines"] += lines
         counts["misses"] += misses
-        if one.base == "HGMMA":
+        if one.base in PRODUCTS:
             flop, operands = one.product
             counts["products"] += flop * issued // WARPGROUP
             counts["operands"] += operands * issued // WARPGROUP
@@ -123,48 +109,34 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
 
 def work_of(blocks: Blocks, number: int, counts: Counter[str]) -> Work:
     """Return what the warps of block `number` of the emulated blocks execute."""
-    of_block = slice(number * blocks.warps, (number + 1) * blocks.warps)
-    issued = [issue for issue in blocks.issued if issue.warps[of_block].any()]
-    warps: list[list[Issued]] = [[] for _ in range(blocks.warps)]
-    parts: list[list[int]] = []
-    for at, issue in enumerate(issued):
-        if at >= len(issued) * len(parts) / 8:
-            parts.append([len(warp) for warp in warps])
-        wavefronts, lines, misses = (
-            [0] * blocks.warps if x is None else x[of_block].tolist()
-            for x in (issue.wavefronts, issue.lines, issue.misses)
-        )
-        for warp in np.flatnonzero(issue.warps[of_block]).tolist():
-            warps[warp].append((issue.index, wavefronts[warp], lines[warp], misses[warp]))
-    return Work(warps, parts, counts, events_of(blocks, number, issued))
-
-
-def events_of(blocks: Blocks, number: int, issued: Sequence[Issue]) -> Events:
-    """Return the events of block `number` of the emulated blocks, given its instructions."""
-    found = Events()
     first = number * blocks.warps
-    positions = [0] * blocks.warps
-    products = [0] * blocks.warps
-    groups: list[list[Event]] = [[] for _ in positions]  # the last product of each group, by warp
-    for issue in issued:
-        one = blocks.code[issue.index]
-        for warp in np.flatnonzero(issue.warps[first : first + blocks.warps]).tolist():
-            signal, awaited = issue.signals.get(first + warp), issue.awaits.get(first + warp)
-            if one.base == "HGMMA":
-                signal = ("product", number, warp // WARPGROUP, products[warp])
-                products[warp] += 1
-                if "gsb0" in one.operands:
-                    groups[warp].append(signal)
-            elif one.base == "WARPGROUP" and "DEPBAR" in one.modifiers:
-                running = int(one.operands[1], 16)
-                if len(groups[warp]) > running:
-                    awaited = groups[warp][-1 - running]
+    of_block = slice(first, first + blocks.warps)
+    issued: list[tuple[Issue, list[int]]] = []  # with the warps that execute it
+    mask: Mask | None = None
+    active: list[int] = []
+    for issue in blocks.issued:
+        if issue.warps is not mask:
+            mask = issue.warps
+            active = np.flatnonzero(mask[of_block]).tolist()
+        if active:
+            issued.append((issue, active))
+    found = Work([[] for _ in range(blocks.warps)], [], counts)
+    plain: list[Issued] = [(at, _NO_REQUEST, None, None) for at in range(len(blocks.code))]
+    for at, (issue, active) in enumerate(issued):
+        if at >= len(issued) * len(found.parts) / 8:
+            found.parts.append([len(warp) for warp in found.warps])
+        if issue.request is None and not issue.events:  # as most: one object for all of them
+            for warp in active:
+                found.warps[warp].append(plain[issue.index])
+            continue
+        requests = [_NO_REQUEST] * blocks.warps
+        if issue.request is not None:
+            requests = issue.request[:, of_block].T.tolist()
+        for warp in active:
+            signal, awaited = issue.events.get(first + warp, (None, None))
+            found.warps[warp].append((issue.index, requests[warp], signal, awaited))
             if signal:
                 found.needs[signal] += 1
-                found.signals[warp, positions[warp]] = signal
-            if awaited:
-                found.awaits[warp, positions[warp]] = awaited
-            positions[warp] += 1
     return found
 
 
@@ -189,6 +161,8 @@ class Line:
     """Counts of block 0, if it does not fit the line: it may have fewer queries."""
     executed: frozenset[int] = frozenset()
     """Indices of the instructions that were executed."""
+    waits: bool = False
+    """Whether blocks wait for other blocks, which are taken to have come as far."""
 
     def value(self, position: int, of: str) -> float:
         """Return a count at a position, on the line through the two nearest samples.
@@ -261,7 +235,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
         else:
             # The last is the shortest or the longest; from there, work changes linearly.
             is_shortest = far > near
-            ends = _ends(length, any(one.base == "HGMMA" for one in program.code[launch.symbol]))
+            ends = _ends(length, any(one.base in PRODUCTS for one in program.code[launch.symbol]))
             blocks, ran = run(length - 1 - at if is_shortest else at for at in ends)
             first = run([0])[1][0] if length <= _MAX_WHOLE else None
             samples = ran
@@ -290,7 +264,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     fetched = blocks.fetched.total()
     inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
     executed = frozenset(issue.index for issue in blocks.issued)
-    return Line(length, samples, works, inputs, alike, repeats, first, executed)
+    return Line(length, samples, works, inputs, alike, repeats, first, executed, blocks.waits)
 
 
 def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
@@ -302,29 +276,27 @@ def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
 def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool]:
     """Return the axes of a grid along which blocks differ, and whether their work is linear there.
 
-    The last block of an axis may be partial, so it does not count. Work is linear along one axis.
+    The last block of an axis may be partial, so it does not count. Work is linear along one axis,
+    unless the blocks of a cluster divide its work.
     """
     grid = launch.grid
-    x, y, z = (n // 2 for n in grid)
-    of_axis: list[list[Triple]] = [
-        [(n, y, z) for n in (0, grid[0] // 4, x)],
-        [(x, n, z) for n in (0, grid[1] // 4, y)],
-        [(x, y, n) for n in (0, grid[2] // 4, z)],
-    ]
-    probes = [*dict.fromkeys(itertools.chain(*of_axis))]
-    counts = counts_of(run_blocks(program, launch, probes))
-    issued = {at: one["issue"] for at, one in zip(probes, counts, strict=True)}
+    at = [[n * part // 4 for part in range(3)] for n in grid]
+    middle = [2, 2, 2]
+    parts = [(*middle[:axis], part, *middle[axis + 1 :]) for axis in range(3) for part in range(3)]
+    probes: list[Triple] = [(at[0][i], at[1][j], at[2][k]) for i, j, k in parts]
+    blocks = run_blocks(program, launch, probes)
+    counts = counts_of(blocks)
+    issued = [[one["issue"] for one in counts[axis * 3 : axis * 3 + 3]] for axis in range(3)]
     differ = [
-        axis
-        for axis, (start, _, half) in enumerate(of_axis)
-        if abs(issued[half] - issued[start]) > 0.001 * issued[half]
+        axis for axis, (start, _, half) in enumerate(issued) if abs(half - start) > 0.001 * half
     ]
     if len(differ) != 1:
-        return differ or [max(range(3), key=lambda axis: grid[axis])], not differ
-    first, second, third = of_axis[differ[0]]
-    at = [one[differ[0]] for one in (first, second, third)]
-    between = issued[first] + (issued[third] - issued[first]) * at[1] / (at[2] or 1)
-    return differ, abs(between - issued[second]) < _LINEAR * issued[third]
+        longest = max(range(3), key=lambda axis: grid[axis])
+        return differ or [longest], not differ and not blocks.has_cluster
+    (axis,) = differ
+    start, between, half = issued[axis]
+    expected = start + (half - start) * at[axis][1] / (at[axis][2] or 1)
+    return differ, abs(expected - between) < _LINEAR * half and not blocks.has_cluster
 
 
 def _ends(length: int, uses_warpgroups: bool) -> set[int]:

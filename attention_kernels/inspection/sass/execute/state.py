@@ -1,4 +1,4 @@
-"""The state of the threads of some blocks while execute.py executes their machine code.
+"""The state of the threads of some blocks while instructions.py executes their machine code.
 
 Integers, predicates and addresses have values; loaded values and floating-point results are zero.
 """
@@ -8,26 +8,27 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from attention_kernels.inspection.resources import WARP
-from attention_kernels.inspection.sass.decode import Instruction, SassError, consecutive
+from attention_kernels.inspection.sass.decode import Code, Instruction, SassError, consecutive
 
 WARPGROUP = 4  # warps
+SHARED_WORDS = 1 << 16  # more than a block can have
 STORES = ("STG", "ST", "RED", "REDG", "STL")  # instructions that write to global or local memory
 # One register in every lane. It holds 32 bits; sums and products have room for carries.
 Values: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 LOW = 0xFFFFFFFF
-# R0 to R254 are rows 0 to 254, UR0 and up are rows from 256; RZ and URZ are never written.
-_RZ, _U, _URZ = 255, 256, 511
+# The first rows of registers R, UR, P and UP. The last of each is RZ, URZ, PT or UPT.
+_ROWS = {"R": 0, "UR": 256, "P": 512, "UP": 520}
+_NEVER_WRITTEN = (255, 511, 519, 527)
 
 
 Event: TypeAlias = tuple[str, int, int, int]
@@ -49,44 +50,25 @@ class Mbarrier:
 
 
 @dataclass
-class Numbered:
-    """A barrier of `bar.sync` with a number of threads."""
-
-    warps: list[int] = field(default_factory=list)
-    """Warps that have arrived."""
-    waiting: list[int] = field(default_factory=list)
-    """Those of them that wait."""
-    generation: int = 0
-
-
-_NOTHING: Mapping[int, Event] = MappingProxyType({})  # most instructions concern no event
-
-
-@dataclass
 class Issue:
     """One instruction that some warps execute at once."""
 
     index: int
     """Index of the instruction."""
     warps: Mask
-    wavefronts: Values | None = None
-    """Wavefronts of shared memory, by warp."""
-    lines: Values | None = None
-    """L1 cache lines (128 bytes each) that a global-memory request touches, by warp."""
-    misses: Values | None = None
-    """Sectors of global memory (32 bytes each) that go to L2, by warp: all of a store's,
+    request: Values | None = None
+    """By warp, the wavefronts of shared memory, the L1 cache lines (128 bytes each) that a request
+    of global memory touches, and the sectors of it (32 bytes each) that go to L2: all of a store's,
     otherwise those that no thread of the block has touched before."""
-    signals: Mapping[int, Event] = field(default_factory=lambda: _NOTHING)
-    """What each warp contributes to."""
-    awaits: Mapping[int, Event] = field(default_factory=lambda: _NOTHING)
-    """What each warp waits for."""
+    events: dict[int, tuple[Event | None, Event | None]] = field(default_factory=dict)
+    """By warp, what it contributes to, and what it waits for."""
 
 
 @dataclass
 class Blocks:
     """The threads of some blocks of a grid: their registers, and what they have executed."""
 
-    code: Sequence[Instruction]
+    code: Code
     constants: bytes
     """Constant bank 0: block and grid dimensions, then the kernel's parameters."""
     block: tuple[int, int, int]
@@ -103,9 +85,8 @@ class Blocks:
         threads = x * y * z
         self.warps = -(-threads // WARP)  # warps per block
         self.lanes = len(self.indices) * self.warps * WARP
-        self.values = np.zeros((512, self.lanes), np.int64)
-        self.predicates = np.zeros((16, self.lanes), np.bool_)
-        self.predicates[[7, 15]] = True
+        self.values = np.zeros((528, self.lanes), np.int64)
+        self.values[[519, 527]] = 1
         at = np.arange(self.lanes) % (self.warps * WARP)
         index = np.repeat(np.array(self.indices), self.warps * WARP, 0)
         self.special = {
@@ -115,17 +96,32 @@ class Blocks:
             "SR_LANEID": at % WARP,
             **{f"SR_CTAID.{axis}": index[:, i] for i, axis in enumerate("XYZ")},
         }
-        self.exists: Mask = at < threads
-        self.mask = self.exists  # the lanes in which the current instruction takes effect
+        self.done: Mask = at >= threads  # lanes that have ended
+        self.mask = ~self.done  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
+        # A kernel that makes tensor maps does so in shared memory. Their words by global address.
+        self.makes_maps = any(one.base == "UTMACCTL" for one in self.code)
+        self.shared = np.zeros((len(self.indices), SHARED_WORDS * self.makes_maps), np.int64)
+        self.stored: dict[int, int] = {}
+        # The registers with which lanes took a branch, by its index and these lanes.
+        self.branched: dict[tuple[int, bytes], int] = {}
+        self.waits = False  # whether they wait for other blocks, which are taken to be as far
+        self.has_cluster = any(one.base == "UCGABAR_WAIT" for one in self.code)
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}  # by block, and shared address
-        self.numbered: dict[tuple[int, int], Numbered] = {}  # by block and number
-        # Lanes that wait for the phase that they test, and lanes that wait at a numbered barrier.
-        self.testing, self.parked = np.zeros((2, self.lanes), np.bool_)
+        self.tested: set[tuple[int, int]] = set()  # those for whose phase lanes wait
+        # By block and number of a barrier: its generation, and the warps that have arrived, or -1
+        # for those that do not wait.
+        self.generations: Counter[tuple[int, int]] = Counter()
+        self.arrived: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        # By warp: products of its warpgroup, and the last one of each group.
+        self.products: Counter[int] = Counter()
+        self.groups: defaultdict[int, list[Event]] = defaultdict(list)
+        # Lanes that wait for the phase that they test, at a numbered barrier, and at the block's.
+        self.testing, self.parked, self.waiting = np.zeros((3, self.lanes), np.bool_)
 
     # ---- Operands --------------------------------------------------------------------------------
 
@@ -144,7 +140,7 @@ class Blocks:
         """Return a live view of a register, or a constant repeated in every lane."""
         if re.match(r"U?R(\d|Z)", operand):
             row = _row(operand)
-            values: Values = self.values[row + (high and row not in (_RZ, _URZ))]
+            values: Values = self.values[row + (high and row not in _NEVER_WRITTEN)]
             return values
         if found := re.fullmatch(r"c\[0x(\w+)\]\[(?:(?:0x|U?RZ)(\w*)|.*)\]", operand):
             word = 0  # the compiler's own constant, or an indexed one
@@ -165,14 +161,15 @@ class Blocks:
 
     def predicate(self, name: str) -> Mask:
         """Return the lanes in which a predicate, such as "P0" or "!UPT", holds."""
-        row: Mask = self.predicates[_predicate_row(name.lstrip("!"))]
-        return ~row if name[0] == "!" else row
+        holds: Mask = self.values[_row(name.lstrip("!"))] == (name[0] != "!")
+        return holds
 
-    def write(self, register: str, values: Values | int) -> None:
-        """Write a register in the lanes of the mask; uniform registers belong to whole warps."""
-        row = _row(register)
-        if row not in (_RZ, _URZ):
-            mask = self._whole_warps() if row >= _U else self.mask
+    def write(self, register: str, values: Values | Mask | int) -> None:
+        """Write a register or predicate in the lanes of the mask; uniform ones in whole warps."""
+        row, mask = _row(register), self.mask
+        if register[0] == "U":
+            mask = np.repeat(mask.reshape(-1, WARP).any(1), WARP)
+        if row not in _NEVER_WRITTEN:
             np.copyto(self.values[row], np.asarray(values) & LOW, where=mask)
 
     def write64(self, register: str, values: Values | int) -> None:
@@ -181,17 +178,27 @@ class Blocks:
         self.write(low, values)
         self.write(high, values >> 32)
 
-    def write_predicate(self, name: str, values: Mask | bool) -> None:
-        """Write a predicate in the lanes of the mask."""
-        row = _predicate_row(name)
-        if row not in (7, 15):
-            mask = self._whole_warps() if row > 7 else self.mask
-            np.copyto(self.predicates[row], values, where=mask)
+    def clear(self, registers: Iterable[str]) -> None:
+        """Write 0 to registers."""
+        for register in registers:
+            self.write(register, 0)
 
-    def _whole_warps(self) -> Mask:
-        return np.repeat(self.mask.reshape(-1, WARP).any(1), WARP)
+    def repeats(self, index: int, lanes: Mask) -> bool:
+        """Return whether lanes take a branch with the registers that they had the last time."""
+        key, found = (index, lanes.tobytes()), hash(self.values[:, lanes].tobytes())
+        before, self.branched[key] = self.branched.get(key), found
+        self.waits |= before == found
+        return before == found
 
     # ---- Memory ----------------------------------------------------------------------------------
+
+    @property
+    def request(self) -> Values:
+        """The wavefronts, lines and misses of the current instruction, to be filled in."""
+        issue = self.issued[-1]
+        if issue.request is None:
+            issue.request = np.zeros((3, self.lanes // WARP), np.int64)
+        return issue.request
 
     def address(self, operand: str, *, wide: bool) -> Values:
         """Return the address in each lane; wide: registers without a modifier hold 64 bits."""
@@ -212,17 +219,15 @@ class Blocks:
         first = np.take_along_axis(by_warp, active.argmax(1)[:, None], 1)
         relative = np.where(active, by_warp - (first & ~127), LOW)
         patterns, row = relative.tobytes(), relative.itemsize * WARP
-        found = np.zeros(len(relative), np.int64)
         for warp in np.flatnonzero(active.any(1)).tolist():
             key = size, merges, patterns[warp * row : (warp + 1) * row]
             if key not in self._wavefronts:
                 self._wavefronts[key] = _wavefronts(relative[warp], size, merges)
-            found[warp] = self._wavefronts[key]
-        self.issued[-1].wavefronts = found
+            self.request[0, warp] = self._wavefronts[key]
 
     def request_global(self, addresses: Values, one: Instruction) -> None:
         """Count the L1 lines of each warp's request, and the sectors that go to L2."""
-        lines, misses = np.zeros((2, self.lanes // WARP), np.int64)
+        _, lines, misses = self.request
         mask = self.mask.reshape(-1, WARP)
         active = np.flatnonzero(mask.any(1))
         mask = mask[active]
@@ -241,7 +246,6 @@ class Blocks:
             if new and one.base not in STORES:
                 self.fetched[new[0] >> 35] += len(new)
             seen.update(touched)
-        self.issued[-1].lines, self.issued[-1].misses = lines, misses
 
 
 def _wavefronts(relative: Values, size: int, merges: bool) -> int:
@@ -261,24 +265,18 @@ def _wavefronts(relative: Values, size: int, merges: bool) -> int:
             if first <= lane < first + width
             for i in range(max(1, size // 4))
         }
-        banks = Counter(word % 32 for word in words)
-        total += max(banks.values(), default=0)
+        total += max(Counter(word % 32 for word in words).values(), default=0)
         first += width
     return total
 
 
 @functools.cache
 def _row(register: str) -> int:
-    found = re.fullmatch(r"(U?)R(\d+|Z)(\.\w+)*", register)
+    found = re.fullmatch(r"(U?[RP])(?:(\d+)|[ZT])(\.\w+)*", register)
     if found is None:
         raise SassError(f"{register} is not a register")
-    if found[2] == "Z":
-        return _URZ if found[1] else _RZ
-    return int(found[2]) + (_U if found[1] else 0)
-
-
-def _predicate_row(name: str) -> int:
-    return (8 if name[0] == "U" else 0) + (7 if name[-1] == "T" else int(name[-1]))
+    last = 7 if "P" in found[1] else 255
+    return _ROWS[found[1]] + int(found[2] or last)
 
 
 @functools.cache

@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from attention_kernels.inspection.sass import multiprocessor
+from attention_kernels.inspection.sass import time
 from attention_kernels.inspection.sass.decode import Instruction
-from attention_kernels.inspection.sass.multiprocessor import Multiprocessor, Stall
-from attention_kernels.inspection.sass.work import Work
+from attention_kernels.inspection.sass.execute.work import Work
+from attention_kernels.inspection.sass.time import Multiprocessor, Stall
 from tests.attention_kernels.inspection.sass.common import H200
 
 LOAD = Instruction("LDG.E", ("R2", "[R4.64]"), writes=0)
@@ -37,7 +37,7 @@ def cycles_of(code, *warps, gpu=H200):
 
 def in_order(code, wavefronts=0, lines=0, misses=0):
     """Return a warp that executes the code once, and the same request at each instruction."""
-    return [(at, wavefronts, lines, misses) for at in range(len(code))]
+    return [(at, (wavefronts, lines, misses), None, None) for at in range(len(code))]
 
 
 def watched(code, warps, blocks=1):
@@ -97,9 +97,8 @@ def test_every_cycle_of_every_warp_is_accounted_for():
     def requests():
         return chance.choice([1, 4]), chance.choice([0, 8]), chance.choice([0, 16])
 
-    warps = [
-        [*((at, *requests()) for _ in range(20) for at in range(8)), (8, 0, 0, 0)] for _ in range(9)
-    ]
+    loops = [[(at, requests(), None, None) for _ in range(20) for at in range(8)] for _ in range(9)]
+    warps = [[*loop, (8, (0, 0, 0), None, None)] for loop in loops]
     cycles, found = watched(code, warps, blocks=3)
     assert sum(found.values()) == pytest.approx(3 * 9 * cycles)
     assert min(found.values()) >= 0
@@ -146,5 +145,5 @@ def test_a_warp_that_could_issue_is_held_back_by_what_is_busy(one, requests, war
     code = [*[one] * 50, EXIT]
     _, found = watched(code, [in_order(code, **requests)] * warps)
     total = by_reason(found)
-    del total[multiprocessor.EXITED]
+    del total[time.EXITED]
     assert max(total, key=total.__getitem__) == reason, total

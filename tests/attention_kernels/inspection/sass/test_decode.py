@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from attention_kernels.inspection.sass import binary, decode
+from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import BinaryError
 from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.inspection.sass.predict import predict_kernel
@@ -31,14 +31,15 @@ template __global__ void copy<32>(const float*, float*, int);
 
 
 def test_arguments_are_packed_as_the_kernel_reads_them(tmp_path):
+    """The last one is a buffer to which a pointer in the struct may point."""
     (tmp_path / "struct").write_bytes(b"\1\2\3\4")
     parameters = [(0, 8), (8, 2), (12, 4), (16, 8), (24, 8), (32, 4), (36, 4)]
     texts = ["f16[100]", "7", "-1", "bf16[8]", "ptr", "0.5", f"@{tmp_path / 'struct'}"]
-    packed, size = binary.pack(texts, parameters, "f")
+    packed, size, words = decode.pack([*texts, "i32[2x8]=512"], parameters, "f")
     buffers = [8 * TERABYTE, 11 * TERABYTE, 12 * TERABYTE]
     expected = struct.pack("<QH2xi2Qf", buffers[0], 7, -1, *buffers[1:], 0.5)
     assert packed == expected + b"\1\2\3\4"
-    assert size == 200 + 16
+    assert (size, words) == (200 + 16 + 64, {15: 512})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_arguments_are_packed_as_the_kernel_reads_them(tmp_path):
 )
 def test_arguments_that_do_not_fit_are_refused(texts, words):
     with pytest.raises(BinaryError) as caught:
-        binary.pack(texts, [(0, 8), (8, 4)], "f.cubin")
+        decode.pack(texts, [(0, 8), (8, 4)], "f.cubin")
     assert words in str(caught.value)
 
 
@@ -85,6 +86,12 @@ def test_a_kernel_of_a_cubin_is_predicted_as_that_of_its_source(tmp_path):
     assert explained.stalls.lines[0].source.startswith(("sX[", "y[row"))
     with pytest.raises(BinaryError, match="code is for sm_90, and T4 is sm_75"):
         predict_kernel(cubin, gpus()["t4"], kernel="Li1E", **launch)
-    (tmp_path / "copies.so").write_bytes(b"\x7fELF")
-    with pytest.raises(BinaryError, match="neither CUDA source"):
-        predict_kernel(tmp_path / "copies.so", H200, kernel="Li1E", **launch)
+    # A library has the code of several GPUs: that which the GPU would run is taken.
+    library = tmp_path / "copies.so"
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("75", "90")]
+    command = [nvcc, "-shared", "-Xcompiler=-fPIC", "-O3", *codes, str(source), "-o", str(library)]
+    compilers.output_of(command)
+    assert predict_kernel(library, H200, kernel="Li1E", **launch) == free
+    assert predict_kernel(library, gpus()["t4"], kernel="Li1E", **launch).gpu == "T4"
+    with pytest.raises(BinaryError, match="none of its cubins has a kernel named Li1E for GeForce"):
+        predict_kernel(library, gpus()["rtx4090"], kernel="Li1E", **launch)

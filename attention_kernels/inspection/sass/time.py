@@ -1,7 +1,7 @@
-"""Simulate one multiprocessor: the cycles in which it executes the warps of some blocks.
+"""Time the blocks of a launch: simulate one multiprocessor, and share out the grid among all.
 
-It issues the instructions that execute.py recorded, cycle by cycle, with the stalls and scoreboards
-that nvcc encoded in them. docs/prediction.md says what is left out.
+A multiprocessor issues the instructions that its warps execute cycle by cycle, with the stalls and
+scoreboards that nvcc encoded in them. docs/prediction.md says what is left out.
 
 It can also record in every cycle why each warp does not issue. The reasons are Nsight Compute's
 (`smsp__pcsamp_warps_issue_stalled_*`). As in its samples, a stall belongs to the instruction that
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from attention_kernels.inspection.resources import WARP
-from attention_kernels.inspection.sass.asynchronous import is_numbered
-from attention_kernels.inspection.sass.decode import Instruction
+from attention_kernels.inspection.sass.decode import PRODUCTS, Code, Instruction
+from attention_kernels.inspection.sass.execute.asynchronous import is_numbered
+from attention_kernels.inspection.sass.execute.state import STORES, Event
+from attention_kernels.inspection.sass.execute.work import Issued, Line, Work, pipe_of
 from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
-from attention_kernels.inspection.sass.state import STORES, Event
-from attention_kernels.inspection.sass.work import Issued, Work, pipe_of
 
 # Latencies in cycles, as scripts/probe.cu measured them on an H200; that of constants is an
 # estimate.
@@ -56,18 +56,14 @@ _MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
 SELECTED = "selected"
 NOT_SELECTED = "not selected"
 LONG, SHORT = "long scoreboard", "short scoreboard"
-MIO, LG = "MIO throttle", "LG throttle"
-MATH, DISPATCH = "math pipe throttle", "dispatch stall"
-WAIT, BRANCH, BARRIER = "wait", "branch resolving", "barrier"
-GMMA = "gmma"
-FETCH = "no instruction"
+MIO, WAIT = "MIO throttle", "wait"
 EXITED = "exited"
 """The warp has ended, but not yet the others: a profiler takes no sample of it."""
 
 
 # The reason why a warp waits after an instruction: for its fixed latency, or until others wake it.
-_AFTER = dict.fromkeys(("BRA", "BRX", "CALL", "RET", "JMP"), BRANCH)
-_AWAITING = {"SYNCS": LONG, "WARPGROUP": GMMA, "BAR": BARRIER}
+_AFTER = dict.fromkeys(("BRA", "BRX", "CALL", "RET", "JMP"), "branch resolving")
+_AWAITING = {"SYNCS": LONG, "WARPGROUP": "gmma", "BAR": "barrier"}
 
 
 class Stall(NamedTuple):
@@ -134,7 +130,7 @@ class _Block:
         self.arrived: list[_Warp] = []
         self.opens = 0.0
         """When the barrier opens."""
-        self.left = Counter(work.events.needs)
+        self.left = Counter(work.needs)
         """Contributions that each event still needs."""
         self.when: defaultdict[Event, float] = defaultdict(float)
         """When the last contribution to an event was made; if it is complete, when it was."""
@@ -142,8 +138,8 @@ class _Block:
         """The instruction that made that contribution."""
         self.waiting: defaultdict[Event, list[tuple[_Warp, float]]] = defaultdict(list)
         """Warps that wait for an event, and the time from which they could go on."""
-        for (warp, position), event in work.events.signals.items():
-            self.left[event] -= position < starts[warp]
+        for warp, at in zip(work.warps, starts, strict=True):
+            self.left.subtract(one[2] for one in warp[:at] if one[2])
 
     def contribute(self, event: Event, when: float, index: int) -> bool:
         """Record a contribution, and return whether it was the last one."""
@@ -158,9 +154,7 @@ class _Warp:
     """A warp of a block."""
 
     number: int
-    """Its number among all warps on the multiprocessor."""
-    local: int
-    """Its number in the block."""
+    """Its number on the multiprocessor."""
     block: _Block
     stream: list[Issued]
     at: int
@@ -176,10 +170,19 @@ class _Warp:
     copied: int = 0
     """The index of its last such copy."""
 
-    @property
-    def index(self) -> int:
-        """The index of the next instruction, or of the last if the warp has ended."""
-        return self.stream[min(self.at, len(self.stream) - 1)][0]
+    def __post_init__(self) -> None:
+        self.advance(0)
+
+    def advance(self, count: int = 1) -> None:
+        """Move to the next instruction."""
+        self.at += count
+        # The index of the next instruction, or of the last if the warp has ended.
+        self.index = self.stream[min(self.at, len(self.stream) - 1)][0]
+
+    def release(self, board: int, result: tuple[float, int, str]) -> None:
+        """Release a scoreboard when the last result for it is there."""
+        if board < len(self.boards):
+            self.boards[board] = max(self.boards[board], result)
 
 
 class Multiprocessor:
@@ -189,7 +192,7 @@ class Multiprocessor:
     otherwise from the oldest that is.
     """
 
-    def __init__(self, gpu: GpuModel, code: Sequence[Instruction], miss: float) -> None:
+    def __init__(self, gpu: GpuModel, code: Code, miss: float) -> None:
         """code: the kernel's. miss: latency of a request that goes to L2, in cycles."""
         self.gpu, self.code, self.miss = gpu, code, miss
         integer = SCHEDULERS * WARP / gpu.integer_lanes
@@ -239,16 +242,16 @@ class Multiprocessor:
         self.shared = self.l2 = self.products = 0.0
         self.end = 0.0
         starts = [[0] * len(work.warps) for work in works]
-        if most < sum(work.instructions for work in works):  # each block starts at another point
+        if most < sum(work.counts["issue"] for work in works):  # each block starts at another point
             # A block that waits for copies begins with a long wait, which is not part of the pace.
-            first = 1 if works[0].events.needs else 0
+            first = 1 if works[0].needs else 0
             places = (first + (4 - first) * number // len(works) for number in range(len(works)))
             starts = [work.parts[place] for work, place in zip(works, places, strict=True)]
         self.blocks = [_Block(work, start) for work, start in zip(works, starts, strict=True)]
         self.warps: list[_Warp] = []
         for block, start in zip(self.blocks, starts, strict=True):
-            for local, (stream, at) in enumerate(zip(block.work.warps, start, strict=True)):
-                self.warps.append(_Warp(len(self.warps), local, block, stream, at))
+            for stream, at in zip(block.work.warps, start, strict=True):
+                self.warps.append(_Warp(len(self.warps), block, stream, at))
         lines = {index // _LINE for warp in self.warps for index, *_ in warp.stream}
         has_all = len(lines) <= _SETS * _WAYS
         self.schedulers = [_Scheduler(self.busy, has_all) for _ in range(SCHEDULERS)]
@@ -303,19 +306,19 @@ class Multiprocessor:
         pipe, registers = self.pipe_of[index], self.code[index].registers
         when, why = now, NOT_SELECTED
         if scheduler.pipes[pipe] > when:
-            when, why = scheduler.pipes[pipe], MIO if pipe in _SLOW else MATH
+            when, why = scheduler.pipes[pipe], MIO if pipe in _SLOW else "math pipe throttle"
         if pipe in _LOAD_STORE:
             queued = max(self.shared, scheduler.port) - _QUEUE
             if queued > when:
-                when, why = queued, LG if pipe == "global" else MIO
+                when, why = queued, "LG throttle" if pipe == "global" else MIO
         for count, read in zip(registers, scheduler.banks, strict=True) if is_first else ():
             if count and read + count - _WINDOW > when:
-                when, why = read + count - _WINDOW, DISPATCH
+                when, why = read + count - _WINDOW, "dispatch stall"
         return when, why
 
     def _issue(self, warp: _Warp, scheduler: _Scheduler, now: float) -> None:
         """Issue a warp's next instruction."""
-        index, *request = warp.stream[warp.at]
+        index, request, signal, awaited = warp.stream[warp.at]
         one, pipe, block = self.code[index], self.pipe_of[index], warp.block
         self._watch(warp, now, NOT_SELECTED)
         self._watch(warp, now + 1, SELECTED)
@@ -329,22 +332,11 @@ class Multiprocessor:
             scheduler.pipes["fma"] = max(scheduler.pipes["fma"], now + 1)
         read, served, done = self._serve(one, pipe, scheduler, now, request)
         reason = LONG if pipe == "global" else SHORT
-        self._release(warp, one.writes, (done, index, reason))
-        self._release(warp, one.reads, (read, index, reason))
-        self._advance(warp, one, now, served, done)
-
-    def _release(self, warp: _Warp, board: int, result: tuple[float, int, str]) -> None:
-        """Release a scoreboard when the last result for it is there."""
-        if board < len(warp.boards):
-            warp.boards[board] = max(warp.boards[board], result)
-
-    def _advance(
-        self, warp: _Warp, one: Instruction, now: float, served: float, done: float
-    ) -> None:
-        """Move a warp to its next instruction, which it issues when nothing holds it back."""
-        index, place, block = warp.index, (warp.local, warp.at), warp.block
+        warp.release(one.writes, (done, index, reason))
+        warp.release(one.reads, (read, index, reason))
+        # The next instruction is issued when nothing holds it back.
         next_at = now + max(1, one.stall)
-        warp.at += 1
+        warp.advance()
         if one.base == "LDGSTS":
             warp.copies.append(done)
             warp.copied = index
@@ -352,19 +344,18 @@ class Multiprocessor:
             next_at = max(next_at, *warp.copies[: max(1, len(warp.copies) // 2)])
             warp.copies.clear()
             self._watch(warp, next_at, LONG, warp.copied)
-        event = block.work.events.signals.get(place)
-        if event and block.contribute(event, served, index):
-            if one.base == "HGMMA":
+        if signal and block.contribute(signal, served, index):
+            if one.base in PRODUCTS:
                 flop, operands = one.product
                 cycles = max(flop / self.gpu.warpgroup_flop, operands)
-                self.products = max(self.products, block.when[event]) + cycles
-                block.when[event] = done = self.products + _PRODUCT
-            self._resume(block, event)
+                self.products = max(self.products, block.when[signal]) + cycles
+                block.when[signal] = done = self.products + _PRODUCT
+            self._resume(block, signal)
         self.end = max(self.end, next_at, done)
-        if event := block.work.events.awaits.get(place):
-            block.waiting[event].append((warp, next_at))
-            if block.left[event] == 0:
-                self._resume(block, event)
+        if awaited:
+            block.waiting[awaited].append((warp, next_at))
+            if block.left[awaited] == 0:
+                self._resume(block, awaited)
         elif warp.at == len(warp.stream):
             block.running -= 1
             self._open(block)
@@ -416,7 +407,7 @@ class Multiprocessor:
         arrives = scheduler.fetch(warp.index // _LINE, warp.issued)
         if arrives > when:
             when = arrives
-            self._watch(warp, when, FETCH)
+            self._watch(warp, when, "no instruction")
         if one.waits:
             released, cause, reason = max(warp.boards[board] for board in one.waits)
             self._watch(warp, released, reason, cause)
@@ -432,7 +423,7 @@ class Multiprocessor:
             self._watch(warp, when, _AWAITING.get(one.base, WAIT), block.cause.get(event, 0))
             if one.base == "SYNCS":  # whether the phase is complete is a result
                 result = block.when[event] + self.gpu.shared_latency
-                self._release(warp, one.writes, (result, latest, SHORT))
+                warp.release(one.writes, (result, latest, SHORT))
             self._wake(warp, when)
 
     def _open(self, block: _Block) -> None:
@@ -440,7 +431,7 @@ class Multiprocessor:
         if block.arrived and len(block.arrived) == block.running:
             when = block.opens + _BARRIER
             for warp in block.arrived:
-                self._watch(warp, when, BARRIER, warp.stream[warp.at - 1][0])
+                self._watch(warp, when, "barrier", warp.stream[warp.at - 1][0])
                 self._wake(warp, when)
             block.arrived.clear()
 
@@ -463,38 +454,141 @@ class Multiprocessor:
     def together(self, works: Sequence[Work], count: int) -> list[float]:
         """Return cycles per instruction of `count` blocks that run at once, the oldest first."""
         short, *longer = _by_length(works)
-        work, most = short, min(_MAX_TIMED, short.instructions * count)
+        work, most = short, min(_MAX_TIMED, short.counts["issue"] * count)
         if longer:  # time half of the blocks' instructions
             work = _longest(longer, 2 * _MAX_TIMED // count)
-            most = work.instructions * count // 2
+            most = work.counts["issue"] * count // 2
         cycles, issued = self.run([work] * count, most)
         return [cycles / one for one in issued]
 
-    def observe(self, works: Sequence[Work], count: int, mean: float) -> StallCycles:
-        """Return the stalls of `count` blocks of about `mean` instructions that run at once.
+    def observe(self, works: Sequence[Work], count: int, mean: float, stalls: StallCycles) -> None:
+        """Record the stalls of `count` blocks of about `mean` instructions that run at once.
 
         They start at different points, and each is followed by another block until all of a block
         has been executed: beginnings and ends count as often as they occur.
         """
-        some = [work for work in works if work.instructions * count <= _MAX_OBSERVED]
-        shortest = min(works, key=lambda work: work.instructions)
-        work = min(some or [shortest], key=lambda work: abs(work.instructions - mean))
+        some = [work for work in works if work.counts["issue"] * count <= _MAX_OBSERVED]
+        shortest = min(works, key=lambda work: work.counts["issue"])
+        work = min(some or [shortest], key=lambda work: abs(work.counts["issue"] - mean))
         blocks = []
         for number in range(count):
             start = work.parts[len(work.parts) * number // count]
-            warps = [warp[at:] + warp[:at] for warp, at in zip(work.warps, start, strict=True)]
-            blocks.append(dataclasses.replace(work, warps=warps))
-        stalls: StallCycles = defaultdict(float)
+            warps = [
+                warp[at:] + [_of_next_block(one) for one in warp[:at]]
+                for warp, at in zip(work.warps, start, strict=True)
+            ]
+            needs = Counter(one[2] for warp in warps for one in warp if one[2])
+            blocks.append(dataclasses.replace(work, warps=warps, needs=needs))
         self.run(blocks, stalls=stalls)
-        return stalls
+
+
+def _of_next_block(one: Issued) -> Issued:
+    """Return the same instruction of the block that follows, which has events of its own."""
+    index, request, *events = one
+    signal, awaited = (event and (f"next {event[0]}", *event[1:]) for event in events)
+    return index, request, signal, awaited
 
 
 def _by_length(works: Sequence[Work]) -> list[Work]:
     """Return the shortest work, then those over 1.5 times as long, in order of length."""
-    short, *longer = sorted(works, key=lambda work: work.instructions)
-    return [short, *(work for work in longer if work.instructions > 1.5 * short.instructions)]
+    short, *longer = sorted(works, key=lambda work: work.counts["issue"])
+    return [short, *(work for work in longer if work.counts["issue"] > 1.5 * short.counts["issue"])]
 
 
 def _longest(works: Sequence[Work], most: int) -> Work:
     """Return the longest work of at most this many instructions; if none, the shortest."""
-    return next((work for work in reversed(works) if work.instructions <= most), works[0])
+    return next((work for work in reversed(works) if work.counts["issue"] <= most), works[0])
+
+
+# ---- The grid ------------------------------------------------------------------------------------
+
+
+def time_grid(
+    gpu: GpuModel, code: Code, line: Line, room: int, from_memory: float, stalls: StallCycles | None
+) -> tuple[float, float]:
+    """Return the cycles until all blocks of a grid have ended, and with the work shared equally.
+
+    room: blocks that fit on a multiprocessor. from_memory: the share of the sectors that do not
+    come from L2. stalls: records those on a full multiprocessor.
+    """
+    if not line.works:
+        return 0.0, 0.0
+    # Blocks that start together request the inputs they share at the same time, and all wait for
+    # memory. So does a block that requests data of its own. The output of an earlier launch is in
+    # L2.
+    at_once = room * gpu.multiprocessors / line.busy
+    cold = line.inputs * min(1.0, max(at_once, from_memory))
+    miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
+    # No multiprocessor gets more blocks than if all are shared out equally.
+    fits = min(room, -(-line.busy // gpu.multiprocessors))
+    resident = min(line.busy, fits * gpu.multiprocessors)
+    one, full = (_paced(gpu, from_memory, count / resident) for count in (1, fits))
+    alone, extra = Multiprocessor(one, code, miss).alone(line.works)
+    paces = [alone]
+    if fits > 1:
+        paces = Multiprocessor(full, code, miss).together(line.works, fits)
+    if stalls is not None:
+        mean = line.totals()["issue"] / line.busy
+        Multiprocessor(gpu, code, miss).observe(line.works, fits, mean, stalls)
+    return finish(line, gpu, alone, paces, extra)
+
+
+def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
+    """Return the GPU with the pace of one multiprocessor's sectors, from L2 and from memory.
+
+    share: of memory's bandwidth, which all resident blocks divide among them.
+    """
+    memory = share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
+    l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
+    pace = 1 / ((1 - from_memory) / l2 + from_memory / memory)
+    return dataclasses.replace(gpu, l2_bytes_per_cycle=pace * gpu.multiprocessors)
+
+
+def finish(
+    line: Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
+) -> tuple[float, float]:
+    """Return the cycles until the last multiprocessor finishes, and with the work shared equally.
+
+    alone: cycles per instruction of a block that has a multiprocessor to itself. paces: those of
+    each block, the oldest first, on a full multiprocessor. extra: additional cycles per block.
+    Blocks start in order, each on the first multiprocessor with room.
+    """
+    waiting = [
+        line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
+        for _ in range(line.repeats)
+        for p in reversed(range(line.length))
+        for _ in range(line.alike)
+    ]
+    total = sum(waiting)
+    fits = len(paces)
+    some = [
+        [alone + (pace - alone) * (count - 1) / max(1, fits - 1) for pace in paces[:count]]
+        for count in range(fits + 1)
+    ]
+    places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]
+    for _ in paces:
+        for place in places:
+            if waiting:
+                place.append(waiting.pop())
+
+    def event(number: int, now: float) -> tuple[float, int, float, int]:
+        """Return when the next block of a multiprocessor ends, and its index there."""
+        place = places[number]
+        ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
+        first = min(range(len(place)), key=ends.__getitem__)
+        return now + ends[first], number, now, first
+
+    events = [event(number, 0.0) for number, place in enumerate(places) if place]
+    heapq.heapify(events)
+    end = 0.0
+    while events:
+        end, number, since, first = heapq.heappop(events)
+        place = places[number]
+        for i, pace in enumerate(some[len(place)]):
+            place[i] -= (end - since) / pace
+        del place[first]
+        if waiting:
+            place.append(waiting.pop())
+        if place:
+            heapq.heappush(events, event(number, end))
+    return end, total / sum(1 / pace for pace in paces) / gpu.multiprocessors

@@ -1,4 +1,4 @@
-// All layers of a step in one kernel, for a single row. v02_early_launches.cu includes this file.
+// All layers of a step in one kernel, for a single row.
 //
 // A head has a cluster of 8 blocks. The cluster computes the head's q, k and v, attends, and
 // multiplies O by the head's rows of the projection. Then it computes its share of the hidden units
@@ -19,6 +19,15 @@
 // Why a buffer may be overwritten: a block sends its hidden units to all blocks of its cluster, so
 // who has received all of a layer's knows that the others have read what they needed before. Parts
 // of another layer follow those in between, which need all clusters.
+
+#pragma once
+
+#include "attention.cuh"
+#include "norm.cuh"
+#include "products.cuh"
+#include "ptx.cuh"
+
+namespace attention::ATTENTION_VERSION {
 
 constexpr int kAttendWarps = slot::kWarps;
 constexpr int kRanks = 8;  // blocks of a cluster
@@ -446,3 +455,5 @@ inline cudaError_t launch_layers(const StepParams& p, cudaStream_t stream) {
   return launch_at_once(layers_at_once, kRanks * kHeads, kRanks, kAttendThreads, kTileBytes, stream,
                         p);
 }
+
+}  // namespace attention::ATTENTION_VERSION

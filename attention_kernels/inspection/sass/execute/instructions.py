@@ -8,6 +8,7 @@ test_predict.py compares counts with the profiler's.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -16,42 +17,35 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from attention_kernels.inspection.resources import WARP, Launch, Triple
-from attention_kernels.inspection.sass import asynchronous, decode
+from attention_kernels.inspection.resources import HOPPER_PARAMETERS, WARP, Launch, Triple
+from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import IS_PREDICATE, Instruction, Program, SassError
-from attention_kernels.inspection.sass.state import LOW, Blocks, Issue, Mask, Values
+from attention_kernels.inspection.sass.execute import asynchronous
+from attention_kernels.inspection.sass.execute.state import LOW, Blocks, Issue, Mask, Values
 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _INSTRUCTION_BYTES = 16
-# Offset of the parameters in constant bank 0, by compute capability.
-_PARAMETERS = {"75": 0x160, "80": 0x160, "86": 0x160, "89": 0x160, "90": 0x210}
-_BANK_POINTER = 0x198  # the offset of the bank's own address
-_MAP_ALIGNMENT = 128  # of a tensor map, in cuda.h of CUDA 13
-_CONTROL = ("BRA", "CALL", "RET", "EXIT", "BAR")
+_PARAMETERS_UP_TO_8 = 0x160  # offset of the parameters in constant bank 0
+# From Hopper on, the offset of an address at which the code looks for tensor maps among them.
+_BANK_POINTER = 0x198
+_BRANCHES = ("BRA", "CALL", "RET")
+_CONTROL = (*_BRANCHES, "EXIT", "BAR")
 
 # ---- Control flow --------------------------------------------------------------------------------
 
 
 def run_blocks(program: Program, launch: Launch, indices: Sequence[Triple]) -> Blocks:
     """Execute some blocks of a launch."""
-    dimensions = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
-    base = _PARAMETERS[program.gpu.arch]
-    if "CUtensorMap" in launch.symbol:
-        base = -(-base // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-    constants = with_bank_pointer(dimensions.ljust(base, b"\0") + launch.parameters)
-    words = dict(launch.words)
-    blocks = Blocks(program.code[launch.symbol], constants, launch.block, indices, words)
+    head = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
+    if int(program.gpu.arch) < 90:
+        head = head.ljust(_PARAMETERS_UP_TO_8, b"\0")
+    else:
+        pointer = asynchronous.BANK_ADDRESS.to_bytes(8, "little")
+        head = (head.ljust(_BANK_POINTER, b"\0") + pointer).ljust(HOPPER_PARAMETERS, b"\0")
+    code, words = program.code[launch.symbol], dict(launch.words)
+    blocks = Blocks(code, head + launch.parameters, launch.block, indices, words)
     run(blocks, _MAX_ISSUED)
     return blocks
-
-
-def with_bank_pointer(constants: bytes) -> bytes:
-    """Return constant bank 0 with the address of its part from BANK_BEGIN on.
-
-    There nvcc's code looks for tensor maps.
-    """
-    pointer = asynchronous.BANK_ADDRESS.to_bytes(8, "little")
-    return constants[:_BANK_POINTER] + pointer + constants[_BANK_POINTER + 8 :]
 
 
 def run(blocks: Blocks, max_issued: int) -> None:
@@ -60,56 +54,51 @@ def run(blocks: Blocks, max_issued: int) -> None:
     Raises SassError after max_issued instructions, and for an unknown branch or operand. Other
     unknown instructions write zero.
     """
-    code = blocks.code
-    operations = [_operation(one) for one in code]
-    tests = {index for index, one in enumerate(code) if asynchronous.is_test(one)}
-    done = ~blocks.exists
-    waiting = np.zeros(blocks.lanes, np.bool_)
+    operations = [_operation(one) for one in blocks.code]
     where = np.zeros(blocks.lanes, np.int64)
-    while not done.all():
-        live = ~(done | waiting | blocks.parked | blocks.testing)
+    polls = {index for index, one in enumerate(blocks.code) if _is_poll(blocks.code, index, one)}
+    while not blocks.done.all():
+        live = ~(blocks.done | blocks.waiting | blocks.parked | blocks.testing)
         if not live.any():
-            waiting &= ~_at_complete_barriers(blocks, waiting, done)
+            asynchronous.open_barriers(blocks)
             continue
         pc = int(where[live].min())
         here = live & (where == pc)
         others = where[live & ~here]
-        stop = int(others.min()) if others.size else len(code)
+        stop = int(others.min()) if others.size else len(blocks.code)
+        warps = here.reshape(-1, WARP).any(1)
         # Run without a branch until these threads branch or meet others.
         while pc < stop:
-            one, operation = code[pc], operations[pc]
+            one, operation = blocks.code[pc], operations[pc]
             blocks.mask = here & blocks.predicate(one.guard) if one.guard else here
-            if pc in tests and asynchronous.hold(blocks, one):
-                where[here] = pc
+            if one.base == "SYNCS" and asynchronous.hold(blocks, one):
                 break
-            blocks.issued.append(Issue(pc, here.reshape(-1, WARP).any(1)))
+            blocks.issued.append(Issue(pc, warps))
             pc += 1
-            if operation and blocks.mask.any() and (value := operation(blocks, one)) is not None:
-                blocks.write(one.operands[0], value)
+            if operation and (not one.guard or blocks.mask.any()):
+                value = operation(blocks, one)
+                if value is not None:
+                    blocks.write(one.operands[0], value)
             if one.base in _CONTROL:
-                where[here] = pc
-                if one.base == "EXIT":
-                    done |= blocks.mask
-                elif one.base == "BAR":
-                    if not asynchronous.is_numbered(one):
-                        waiting |= blocks.mask
-                else:
-                    taken = _taken(blocks, one, here)
-                    where[taken] = _targets(blocks, one)[taken]
                 break
-        else:
-            where[here] = pc
+        where[here] = pc
+        if one.base in _BRANCHES:
+            taken = _taken(blocks, one, here)
+            # The index of the instruction to which each lane branches
+            place = one.operands[0 if one.base == "RET" else -1].strip("`()").split()[0]
+            targets = blocks.read(place) // _INSTRUCTION_BYTES
+            if pc - 1 in polls and blocks.repeats(pc - 1, taken):
+                continue  # another block ends this loop
+            where[taken] = targets[taken]
         if len(blocks.issued) > max_issued:
             raise SassError(f"a block executes more than {max_issued} instructions")
 
 
-def _at_complete_barriers(blocks: Blocks, waiting: Mask, done: Mask) -> Mask:
-    """Return the waiting lanes of the blocks of which no thread waits for anything else."""
-    lanes = blocks.warps * WARP
-    found = waiting & np.repeat((done | waiting).reshape(-1, lanes).all(1), lanes)
-    if not found.any():
-        raise SassError("the threads of a block wait for each other")
-    return found
+def _is_poll(code: decode.Code, index: int, one: Instruction) -> bool:
+    """Return whether an instruction branches back over a load of what another block may store."""
+    target = re.match(r"0x\w+$", one.operands[-1]) if one.base == "BRA" else None
+    first = int(target[0], 16) // _INSTRUCTION_BYTES if target else index
+    return any(x.base in ("LD", "LDG") and "STRONG" in x.modifiers for x in code[first:index])
 
 
 def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
@@ -125,12 +114,6 @@ def _taken(blocks: Blocks, one: Instruction, here: Mask) -> Mask:
     return taken
 
 
-def _targets(blocks: Blocks, one: Instruction) -> Values:
-    """Return the index of the instruction to which each lane branches."""
-    place = one.operands[0 if one.base == "RET" else -1].strip("`()").split()[0]
-    return blocks.read(place) // _INSTRUCTION_BYTES
-
-
 # ---- Memory --------------------------------------------------------------------------------------
 
 
@@ -141,7 +124,16 @@ def _shared_access(blocks: Blocks, one: Instruction) -> None:
         size, mask = 16, mask & (np.arange(blocks.lanes) % WARP < 8 * count)
     at = blocks.address(one.memory[0], wide=False) & LOW
     blocks.request_shared(at, size, mask, merges=not is_matrix)
-    _load_zeros(blocks, one)
+    blocks.clear(one.loaded)
+    if blocks.makes_maps and one.base in ("LDS", "STS") and size >= 4:
+        block = np.arange(blocks.lanes) // (blocks.warps * WARP)
+        stored = one.operands[-1] if one.base == "STS" else "RZ"
+        for i, register in enumerate(one.loaded or decode.consecutive(stored, size // 4)):
+            words = (at >> 2) + i % blocks.shared.shape[1]
+            if one.base == "STS":
+                blocks.shared[block[mask], words[mask]] = blocks.read(register)[mask]
+            else:
+                blocks.write(register, blocks.shared[block, words])
 
 
 def _global_access(blocks: Blocks, one: Instruction) -> None:
@@ -150,15 +142,13 @@ def _global_access(blocks: Blocks, one: Instruction) -> None:
     if one.base == "LDGSTS":
         at = blocks.address(one.memory[0], wide=False) & LOW
         blocks.request_shared(at, one.size, blocks.mask)
-    _load_zeros(blocks, one)
+    blocks.clear(one.loaded)
+    if blocks.makes_maps and "EXCH" in one.modifiers:
+        values = blocks.read(one.operands[-1])[blocks.mask].tolist()
+        blocks.stored |= zip(addresses[blocks.mask].tolist(), values, strict=True)
     for place, word in blocks.words.items() if len(one.loaded) == 1 else ():
         found = np.where(addresses >> 40 == place, word, blocks.read(one.loaded[0]))
         blocks.write(one.loaded[0], found)
-
-
-def _load_zeros(blocks: Blocks, one: Instruction) -> None:
-    for register in one.loaded:
-        blocks.write(register, 0)
 
 
 def _local_access(blocks: Blocks, one: Instruction) -> None:
@@ -167,10 +157,10 @@ def _local_access(blocks: Blocks, one: Instruction) -> None:
     The lanes' words are next to each other, and stay in L1.
     """
     active = blocks.mask.reshape(-1, WARP).any(1)
-    blocks.issued[-1].lines = np.where(active, max(1, one.size // 4), 0)
+    blocks.request[1] = np.where(active, max(1, one.size // 4), 0)
     found = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", one.memory[0])
     if not found:
-        _load_zeros(blocks, one)
+        blocks.clear(one.loaded)
         return
     first = int(found[1] or "0", 16)
     stored = one.operands[-1] if one.base == "STL" else "RZ"
@@ -211,7 +201,7 @@ def _add(blocks: Blocks, one: Instruction) -> Values:
         total += (blocks.read(x[1:]) ^ LOW) + 1 if is_negative else blocks.read(x)
     total += _carry_in(blocks, one)
     for limit, name in enumerate(carried, 1):
-        blocks.write_predicate(name, total >> 32 >= limit)
+        blocks.write(name, total >> 32 >= limit)
     return total
 
 
@@ -223,7 +213,7 @@ def _multiply_add(blocks: Blocks, one: Instruction) -> Values | None:
     product = a * b if "U32" in one.modifiers else _signed(a) * _signed(b)
     total: Values = product + blocks.read64(z)
     for name in carried[:1]:
-        blocks.write_predicate(name, total.astype(np.uint64) < product.astype(np.uint64))
+        blocks.write(name, total.astype(np.uint64) < product.astype(np.uint64))
     if "HI" in one.modifiers:
         return total >> 32
     blocks.write64(one.operands[0], total)
@@ -236,15 +226,13 @@ def _shift_add(blocks: Blocks, one: Instruction) -> Values:
     a, shift = blocks.read(sources[0]), int(sources[-1], 16) & 31
     term = a << shift
     if "HI" in one.modifiers:
-        upper = np.zeros_like(a)
+        upper = blocks.read(sources[2] if len(sources) == 4 else "RZ")
         if "SX32" in one.modifiers:
             upper = _signed(a) >> 32
-        elif len(sources) == 4:
-            upper = blocks.read(sources[2])
         term = (a | upper << 32) << shift >> 32
     total = (term & LOW) + blocks.read(sources[1]) + _carry_in(blocks, one)
     for name in carried[:1]:
-        blocks.write_predicate(name, total > LOW)
+        blocks.write(name, total > LOW)
     return total
 
 
@@ -259,8 +247,8 @@ def _shift(blocks: Blocks, one: Instruction) -> Values:
     elif {"S32", "S64"} & {*one.modifiers}:
         found = pair >> np.minimum(by, 63)
     else:
-        shifted = pair.astype(np.uint64) >> np.minimum(by, 63).astype(np.uint64)
-        found = np.where(by >= 64, 0, shifted.astype(np.int64))
+        shifted = pair.view(np.uint64) >> np.minimum(by, 63).view(np.uint64)
+        found = np.where(by >= 64, 0, shifted.view(np.int64))
     return found >> 32 if "HI" in one.modifiers else found
 
 
@@ -315,14 +303,14 @@ def _logic(blocks: Blocks, one: Instruction) -> None:
     register, a, b, c, table = operands[:5]
     found = _lookup(table, blocks.read(a), blocks.read(b), blocks.read(c))
     blocks.write(register, found)
-    blocks.write_predicate(predicate, found & LOW != 0)
+    blocks.write(predicate, found & LOW != 0)
 
 
 def _predicate_logic(blocks: Blocks, one: Instruction) -> None:
     first, second, a, b, c, *tables = one.operands[-7:]
     bits = [blocks.predicate(x) for x in (a, b, c)]
     for name, table in zip((first, second), tables, strict=True):
-        blocks.write_predicate(name, _lookup(table, *bits))
+        blocks.write(name, _lookup(table, *bits))
 
 
 def _compare(blocks: Blocks, one: Instruction) -> None:
@@ -342,8 +330,8 @@ def _compare(blocks: Blocks, one: Instruction) -> None:
     join = next((joins[part] for part in one.modifiers if part in joins), np.logical_and)
     other = blocks.predicate(rest[0])
     both = join(found, other), join(~found, other)
-    blocks.write_predicate(first, both[0])
-    blocks.write_predicate(second, both[1])
+    blocks.write(first, both[0])
+    blocks.write(second, both[1])
 
 
 def _select(blocks: Blocks, one: Instruction) -> Values:
@@ -352,22 +340,17 @@ def _select(blocks: Blocks, one: Instruction) -> Values:
 
 
 def _predicates_to_register(blocks: Blocks, one: Instruction) -> Values:
-    *_, source, which = one.operands
-    found = blocks.read(source) & ~int(which, 16)
-    for i in _bits(which):
-        found |= blocks.predicates[i].astype(np.int64) << i
-    return found
+    _, file, source, which = one.operands
+    kind = file.removesuffix("R")  # of PR or UPR
+    packed: Values = np.sum([blocks.predicate(f"{kind}{i}").astype(int) << i for i in range(7)], 0)
+    return blocks.read(source) & ~int(which, 16) | packed & int(which, 16)
 
 
 def _register_to_predicates(blocks: Blocks, one: Instruction) -> None:
-    _, source, which = one.operands
-    for i in _bits(which):
-        blocks.write_predicate(f"P{i}", blocks.read(source) >> i & 1 != 0)
-
-
-def _bits(which: str) -> list[int]:
-    """Return the predicates that a mask selects, without PT."""
-    return [i for i in range(7) if int(which, 16) >> i & 1]
+    file, source, which = one.operands
+    for i in range(7):  # not PT
+        if int(which, 16) >> i & 1:
+            blocks.write(f"{file.removesuffix('R')}{i}", blocks.read(source) >> i & 1 != 0)
 
 
 def _vote(blocks: Blocks, one: Instruction) -> None:
@@ -377,7 +360,7 @@ def _vote(blocks: Blocks, one: Instruction) -> None:
     is_all = "ALL" in one.modifiers
     found = ~(~asked & blocks.mask).reshape(-1, WARP).any(1) if is_all else lanes.any(1)
     if len(predicates) > 1:
-        blocks.write_predicate(predicates[0], np.repeat(found, WARP))
+        blocks.write(predicates[0], np.repeat(found, WARP))
     for x in one.operands[:2]:
         if re.fullmatch(r"U?R\d+", x):
             blocks.write(x, np.repeat((lanes << np.arange(WARP)).sum(1), WARP))
@@ -390,23 +373,18 @@ def _shuffle(blocks: Blocks, one: Instruction) -> None:
     lane = np.arange(blocks.lanes) % WARP
     clamp, segment = c & 31, c >> 8 & 31
     most = lane & segment | clamp & ~segment
-    other = {
-        "IDX": lane & segment | b & 31 & ~segment,
-        "UP": lane - b,
-        "DOWN": lane + b,
-        "BFLY": lane ^ b,
-    }[one.modifiers[0]]
+    by = {"UP": lane - b, "DOWN": lane + b, "BFLY": lane ^ b}
+    other = by.get(one.modifiers[0], lane & segment | b & 31 & ~segment)
     is_within = other >= most if one.modifiers[0] == "UP" else other <= most
-    blocks.write_predicate(predicate, is_within)
+    blocks.write(predicate, is_within)
     first = np.arange(blocks.lanes) - lane
     blocks.write(register, values[first + np.where(is_within, other, lane)])
 
 
 def _to_uniform(blocks: Blocks, one: Instruction) -> Values:
     """Execute R2UR: return the value of each warp's first active lane."""
-    values = blocks.read(one.operands[-1]).reshape(-1, WARP)
-    first = blocks.mask.reshape(-1, WARP).argmax(1)[:, None]
-    return np.repeat(np.take_along_axis(values, first, 1).ravel(), WARP)
+    values, mask = blocks.read(one.operands[-1]).reshape(-1, WARP), blocks.mask.reshape(-1, WARP)
+    return np.repeat(np.take_along_axis(values, mask.argmax(1)[:, None], 1), WARP)
 
 
 # ---- Floating point ------------------------------------------------------------------------------
@@ -423,14 +401,11 @@ def _float(values: Values) -> npt.NDArray[np.float32]:
 
 def _zero(blocks: Blocks, one: Instruction) -> None:
     found = next((x for x in one.operands[:2] if re.fullmatch(r"U?R(\d+|Z)(\.\w+)?", x)), "RZ")
-    if one.base == "CS2R" and "32" not in one.modifiers:
-        blocks.write64(found, 0)
-    else:
-        blocks.write(found, 0)
+    wide = one.base == "CS2R" and "32" not in one.modifiers
+    blocks.clear(decode.consecutive(found, 2) if wide else [found])
 
 
-def _unknown(blocks: Blocks, one: Instruction) -> None:
-    _zero(blocks, one)
+_unknown = functools.partial(_zero)
 
 
 def _two_halves(blocks: Blocks, one: Instruction) -> int:
@@ -473,8 +448,9 @@ Operation: TypeAlias = Callable[[Blocks, Instruction], Values | int | None]
 """Executes an instruction; a value that it returns is written to the first operand."""
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
-    "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "WARPGROUP", "ENDCOLLECTIVE",
-    "BPT", "KILL", "CGAERRBAR", *_CONTROL[:-1],
+    "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "ENDCOLLECTIVE",
+    "BPT", "KILL", "CGAERRBAR", "UTMACMDFLUSH", "UTMACCTL", "UCGABAR_ARV",
+    "UCGABAR_WAIT", *_BRANCHES,
 }  # fmt: skip
 _OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys(("LDS", "STS", "LDSM", "STSM", "ATOMS"), _shared_access),
@@ -490,27 +466,31 @@ _OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys(("ISETP", "FSETP"), _compare),
     **dict.fromkeys(("I2F", "I2FP"), _to_float),
     **dict.fromkeys(("VOTE", "VOTEU"), _vote),
-    **dict.fromkeys(("UTMALDG", "UBLKCP"), asynchronous.copy_tile),
+    **dict.fromkeys(("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"), asynchronous.copy_tile),
     "IMAD": _multiply_add, "LEA": _shift_add, "SHF": _shift, "SGXT": _extend, "PRMT": _permute,
     "LOP3": _logic, "PLOP3": _predicate_logic, "F2I": _to_integer, "SHFL": _shuffle,
-    "P2R": _predicates_to_register, "R2P": _register_to_predicates, "R2UR": _to_uniform,
+    **dict.fromkeys(("P2R", "P2UR"), _predicates_to_register),
+    **dict.fromkeys(("R2P", "R2UP"), _register_to_predicates), "R2UR": _to_uniform,
     "BAR": asynchronous.barrier, "SYNCS": asynchronous.mbarrier, "ELECT": asynchronous.elect,
+    **dict.fromkeys(decode.PRODUCTS, asynchronous.product),
     "USETMAXREG": asynchronous.move_registers,
+    "WARPGROUP": asynchronous.await_products, "STAS": asynchronous.store_remote,
+    "EXIT": asynchronous.end,
     "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
     "POPC": lambda blocks, one: sum(blocks.read(one.operands[1]) >> i & 1 for i in range(32)),
-    "FCHK": lambda blocks, one: blocks.write_predicate(one.operands[0], False),
+    "FCHK": lambda blocks, one: blocks.write(one.operands[0], False),
 }  # fmt: skip
 _DOUBLE = re.compile(r"D(ADD|MUL|FMA|MNMX|SETP|MMA)")
 _UNKNOWN_BRANCH = re.compile(r"BRXU?|JMPU?|JMXU?|RPCMOV")
 
 
-def assumed(code: Sequence[Instruction]) -> list[str]:
-    """Return the names of the instructions that are timed as integer arithmetic for lack of data.
-
-    Those are double precision, and unknown instructions.
-    """
-    found = {one.name for one in code if _operation(one) is _unknown}
-    return sorted(found | {one.name for one in code if _DOUBLE.fullmatch(one.base)})
+def assumed(code: decode.Code) -> list[str]:
+    """Return what is assumed of instructions for lack of data, in sentences."""
+    unknown = {one.name for one in code if _operation(one) is _unknown}
+    unknown |= {one.name for one in code if _DOUBLE.fullmatch(one.base)}
+    atomics = {one.name for one in code if one.base[:4] == "ATOM" and "RZ" not in one.loaded}
+    found = [f"{name} is integer arithmetic with the result 0" for name in sorted(unknown)]
+    return [*found, *(f"{name} returns 0" for name in sorted(atomics))]
 
 
 def _operation(one: Instruction) -> Operation | None:
@@ -521,7 +501,7 @@ def _operation(one: Instruction) -> Operation | None:
         return _two_halves
     if base == "MUFU" and "RCP" in one.modifiers:
         return _reciprocal
-    if _FLOATING.fullmatch(base):
+    if _FLOATING.fullmatch(base) and base not in decode.PRODUCTS:
         return _zero
     if _UNKNOWN_BRANCH.fullmatch(base):
         raise SassError(f"cannot follow the branch {one.name}")

@@ -1,0 +1,363 @@
+// Float32 products as three products in float16: each number is split into a sum hi + lo of two, and
+// lo hi, hi lo and hi hi are added. Tensor cores truncate their sums, so a sum never stays there for
+// longer than a tile. Float16 has few exponents, so each row of Q and K, and each column of a tile of
+// V, is first scaled by a power of two, and so is P.
+//
+// Versions from 28 on share this, because it is what makes their results right, and none of them is
+// faster than another for it: they differ in when they copy, multiply and wait, which is in their
+// files. A version that does one of these things in a faster way defines a function of its own.
+
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "wgmma.cuh"
+
+namespace attention {
+
+constexpr int kTop = 14;     // exponent to which the largest number of a row or column is scaled
+constexpr int kLeast = -97;  // the smallest exponent that is scaled for
+constexpr int kMost = 127;
+constexpr float kScaleP = 0x1p15f;
+
+inline __device__ float4 load4(const float* row, unsigned d) {
+  return reinterpret_cast<const float4*>(row)[d / 4];
+}
+inline __device__ float2 load2(const float* row, unsigned d) {
+  return reinterpret_cast<const float2*>(row)[d / 2];
+}
+inline __device__ void store4(float* row, unsigned d, float4 x) {
+  reinterpret_cast<float4*>(row)[d / 4] = x;
+}
+inline __device__ void store2(float* row, unsigned d, float x, float y) {
+  reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
+}
+
+inline __device__ float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
+}
+
+// Returns the exponent of a row's or a column's largest number.
+inline __device__ int exponent_of(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return largest == 0.0f ? 0 : min(max(exponent, kLeast), kMost);
+}
+
+// Splits x and y into sums hi + lo; a word holds a pair of halves.
+inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
+  const half2 hi2 = __floats2half2_rn(x, y);
+  const float2 back = __half22float2(hi2);
+  const half2 lo2 = __floats2half2_rn(x - back.x, y - back.y);
+  hi = *reinterpret_cast<const unsigned*>(&hi2);
+  lo = *reinterpret_cast<const unsigned*>(&lo2);
+}
+
+// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
+inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
+  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
+  lo = __float_as_uint(x - __uint_as_float(hi));
+}
+
+inline __device__ float largest_of(float largest, float2 x) {
+  return fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+}
+inline __device__ float4 largest_of(float4 x, float4 y) {
+  return make_float4(fmaxf(fabsf(x.x), fabsf(y.x)), fmaxf(fabsf(x.y), fabsf(y.y)),
+                     fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
+}
+
+// ---- K and V, split into tiles of kBlockN keys ---------------------------------------------------
+
+// An operand has kHeadDim / kColumns blocks of kColumns columns, one after the other. A block is 64
+// rows of 128 bytes, in which the 16-byte chunk c of row r lies where chunk c ^ (r % 8) would: so
+// wgmma reads it. A tile's hi is an operand, and its lo the next one.
+constexpr int kBlockN = 64;
+constexpr int kColumns = 64;
+constexpr int kRowBytes = sizeof(half) * kColumns;
+constexpr int kColumnsBytes = kBlockN * kRowBytes;
+
+template <int kHeadDim>
+constexpr int kOperandBytes = kHeadDim / kColumns * kColumnsBytes;
+
+// Returns the place of column d of row r in an operand.
+inline __device__ int place_of(int r, int d) {
+  const int block = d / kColumns * kColumnsBytes;
+  return block + (r * kRowBytes + (d % kColumns / 8 ^ r % 8) * 16 + d % 8 * 2);
+}
+
+// Splits x, four columns of row r, and stores hi in an operand and lo in the next one.
+template <int kHeadDim>
+inline __device__ void store_split(unsigned char* operand, int r, int d, float4 x, float4 scale) {
+  uint2 hi, lo;
+  split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
+  split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
+  unsigned char* to = operand + place_of(r, d);
+  *reinterpret_cast<uint2*>(to) = hi;
+  *reinterpret_cast<uint2*>(to + kOperandBytes<kHeadDim>) = lo;
+}
+
+// Four columns of every kApart-th row of a tile: what one of kThreads threads splits
+template <int kHeadDim, int kThreads>
+struct TileRows {
+  static constexpr int kApart = 4 * kThreads / kHeadDim;
+  static constexpr int kCount = kBlockN / kApart;
+  float4 x[kCount];
+};
+
+// Loads the rows of a tile that begins with key n. g_rows is its first row; rows past the end are zero.
+template <int kHeadDim, int kThreads>
+inline __device__ void load_rows(TileRows<kHeadDim, kThreads>& rows, const float* g_rows,
+                                 int64_t g_stride, int n, int seqlen) {
+#pragma unroll
+  for (int i = 0; i < rows.kCount; ++i) {
+    const int r = i * rows.kApart + 4 * threadIdx.x / kHeadDim;
+    rows.x[i] = n + r < seqlen ? load4(g_rows + r * g_stride, 4 * threadIdx.x % kHeadDim)
+                               : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+
+// Scales and splits rows of K. The scales undo those of rows.
+template <int kHeadDim, int kThreads>
+inline __device__ void split_k(unsigned char* operand, float* scales,
+                               const TileRows<kHeadDim, kThreads>& rows) {
+  const int d = 4 * threadIdx.x % kHeadDim;
+#pragma unroll
+  for (int i = 0; i < rows.kCount; ++i) {
+    const float4 x = rows.x[i];
+    const int r = i * rows.kApart + 4 * threadIdx.x / kHeadDim;
+    float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+    for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
+    }
+    const int exponent = exponent_of(largest);
+    const float scale = power_of_two(kTop - exponent);
+    store_split<kHeadDim>(operand, r, d, x, make_float4(scale, scale, scale, scale));
+    if (d == 0) scales[r] = power_of_two(exponent - kTop);
+  }
+}
+
+// Scales and splits rows of V. The scales undo those of columns and of P.
+template <int kHeadDim, int kThreads>
+inline __device__ void split_v(unsigned char* operand, float* scales,
+                               const TileRows<kHeadDim, kThreads>& rows) {
+  __shared__ float4 s_largest[kThreads / 32][kHeadDim / 4];
+  const int d = 4 * threadIdx.x % kHeadDim;
+  float4 largest = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (const float4 x : rows.x) largest = largest_of(largest, x);
+#pragma unroll
+  for (int offset = kHeadDim / 4; offset < 32; offset *= 2) {
+    largest = largest_of(largest, make_float4(__shfl_xor_sync(0xffffffff, largest.x, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.y, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.z, offset),
+                                              __shfl_xor_sync(0xffffffff, largest.w, offset)));
+  }
+  if (threadIdx.x % 32 < kHeadDim / 4) s_largest[threadIdx.x / 32][d / 4] = largest;
+  __syncthreads();
+  for (const auto& warp : s_largest) largest = largest_of(largest, warp[d / 4]);
+  const int4 exponent = make_int4(exponent_of(largest.x), exponent_of(largest.y),
+                                  exponent_of(largest.z), exponent_of(largest.w));
+  const float4 scale =
+      make_float4(power_of_two(kTop - exponent.x), power_of_two(kTop - exponent.y),
+                  power_of_two(kTop - exponent.z), power_of_two(kTop - exponent.w));
+#pragma unroll
+  for (int i = 0; i < rows.kCount; ++i) {
+    const int r = i * rows.kApart + 4 * threadIdx.x / kHeadDim;
+    store_split<kHeadDim>(operand, r, d, rows.x[i], scale);
+  }
+  if (4 * threadIdx.x / kHeadDim != 0) return;
+  const auto undo = [](int exponent) { return power_of_two(exponent - kTop) / kScaleP; };
+  store4(scales, d,
+         make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
+}
+
+// ---- Rows of queries -----------------------------------------------------------------------------
+
+// Lane l of warp w of a warpgroup holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on (r = 1),
+// at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
+
+// Reduces x over the four lanes that share a row; every lane gets the result.
+inline __device__ float reduce_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+inline __device__ float reduce_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// Q or P with 64 columns, hi and lo, as operand A of products
+constexpr int kStep = 16;  // columns of A, rows of B, in one product
+constexpr int kSteps = 64 / kStep;
+struct Split {
+  unsigned hi[kSteps][4], lo[kSteps][4];
+};
+
+// Scales and splits a lane's pairs of row i of Q, 0 or 1, whose largest number among them is given.
+// Returns what scales the row's scores to units of log(2).
+inline __device__ float split_q(Split& rQ, int i, const float2 (&pairs)[8], float largest,
+                                float softmax_scale) {
+  const int exponent = exponent_of(reduce_max(largest));
+  const float scale = power_of_two(kTop - exponent);
+  const float undo = softmax_scale * 1.4426950408889634f * power_of_two(exponent - kTop);
+  for (int j = 0; j < 8; ++j) {
+    const int at = j % 2 * 2 + i;
+    split(pairs[j].x * scale, pairs[j].y * scale, rQ.hi[j / 2][at], rQ.lo[j / 2][at]);
+  }
+  return undo;
+}
+
+constexpr int kScores = kBlockN / 2;  // elements of S per lane
+
+// sums = A B by a warpgroup, small products first. The hi of B is at `b`, its lo in the next operand; a
+// step is kStepBytes further on.
+template <int kHeadDim, bool kTransposed, int kStepBytes, int kCount>
+inline __device__ void multiply(float (&sums)[kCount], Split& a, const unsigned char* b) {
+  constexpr int kNextColumns = kCount > kColumns / 2 ? kColumnsBytes : 0;
+  const uint64_t hi = ptx::matrix_descriptor(b, kNextColumns);
+  const uint64_t lo = ptx::matrix_descriptor(b + kOperandBytes<kHeadDim>, kNextColumns);
+  ptx::multiply_fence(sums, a.hi, a.lo);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int at = step * kStepBytes;
+    ptx::multiply<false, kTransposed>(sums, a.lo[step], ptx::advance(hi, at), step > 0);
+    ptx::multiply<false, kTransposed>(sums, a.hi[step], ptx::advance(lo, at));
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::multiply<false, kTransposed>(sums, a.hi[step], ptx::advance(hi, step * kStepBytes));
+  }
+  ptx::multiply_commit();
+}
+
+// S = Q K^T, with a head_dim of 64
+inline __device__ void multiply_qk(float (&rS)[kScores], Split& rQ, const unsigned char* sK) {
+  multiply<64, false, kStep * sizeof(half)>(rS, rQ, sK);
+}
+
+// PV = P V. V's rows are rows of B, where K's are columns.
+template <int kCount>
+inline __device__ void multiply_pv(float (&rPV)[kCount], Split& rP, const unsigned char* sV) {
+  multiply<2 * kCount, true, kStep * kRowBytes>(rPV, rP, sV);
+}
+
+// Undoes the scales of Q and K.
+inline __device__ void scale_scores(float (&rS)[kScores], const float (&q_scales)[2],
+                                    const float* k_scales) {
+  const float* lane_scales = k_scales + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int j = 0; j < kBlockN / 8; ++j) {
+    const float2 k_scale = load2(lane_scales, 8 * j);
+    for (int i = 0; i < 4; ++i) {
+      float& score = rS[4 * j + i];
+      score = q_scales[i / 2] * (score * (i % 2 ? k_scale.y : k_scale.x));
+    }
+  }
+}
+
+// Hides keys that a query does not see. The lane's first column is n, its first row m.
+inline __device__ void mask(float (&rS)[kScores], int n, int m, int seqlen, bool is_causal) {
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const int visible = is_causal ? min(m + i % 4 / 2 * 8 + 1, seqlen) : seqlen;
+    if (n + i / 4 * 8 + i % 2 >= visible) rS[i] = -INFINITY;
+  }
+}
+
+struct Statistics {
+  float row_max[2] = {-INFINITY, -INFINITY};  // in units of log(2)
+  float row_sum[2] = {};                      // of this lane's P
+};
+
+// Replaces S by P = 2^(S - row_max). Returns what O must be multiplied by.
+inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows) {
+  float row_scale[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float new_max = rows.row_max[r];
+#pragma unroll
+    for (int i = 2 * r; i < kScores; i += 4) new_max = fmaxf(new_max, fmaxf(rS[i], rS[i + 1]));
+    new_max = reduce_max(new_max);
+    row_scale[r] = exp2f(rows.row_max[r] - new_max);
+    rows.row_max[r] = new_max;
+    rows.row_sum[r] *= row_scale[r];
+#pragma unroll
+    for (int i = 2 * r; i < kScores; i += 4) {
+      rS[i] = exp2f(rS[i] - new_max);
+      rS[i + 1] = exp2f(rS[i + 1] - new_max);
+      rows.row_sum[r] += rS[i] + rS[i + 1];
+    }
+  }
+  return make_float2(row_scale[0], row_scale[1]);
+}
+
+// An accumulator's elements are in the order of operand A.
+inline __device__ void split_p(Split& rP, const float (&rS)[kScores]) {
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) {
+    split(rS[2 * i] * kScaleP, rS[2 * i + 1] * kScaleP, rP.hi[i / 4][i % 4], rP.lo[i / 4][i % 4]);
+  }
+}
+
+// O = row_scale O + PV. Tensor cores truncate sums, so that O itself must not be their accumulator.
+template <int kCount>
+inline __device__ void add_pv(float (&rO)[kCount], const float (&rPV)[kCount], float2 row_scale,
+                              const float* v_scales) {
+  const float* lane_scales = v_scales + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int d = 0; d < kCount / 4; ++d) {
+    const float2 v_scale = load2(lane_scales, 8 * d);
+    for (int i = 0; i < 4; ++i) {
+      float& x = rO[4 * d + i];
+      x = fmaf(x, i < 2 ? row_scale.x : row_scale.y,
+               rPV[4 * d + i] * (i % 2 ? v_scale.y : v_scale.x));
+    }
+  }
+}
+
+// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled, in rows of kStride
+// floats. P = 0 times any finite V is 0, however large it is. The lane's warp sees the first `keys`
+// keys.
+template <int kStride, int kCount>
+inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[kScores],
+                                        float2 row_scale, const float* s_v, int keys) {
+  const int lane_id = threadIdx.x % 32;
+  const float* lane_v = s_v + 2 * (lane_id % 4) * kStride + lane_id / 4;
+#pragma unroll
+  for (int first = 0; first < 2 * kCount; first += 16) {
+    float small[2][4] = {}, large[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      if (8 * j >= keys) break;
+      unsigned hiP[4], loP[4];
+      for (int i = 0; i < 4; ++i) {
+        split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
+      }
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        unsigned hiV[2], loV[2];
+        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
+          split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
+        }
+        ptx::mma_tf32(small[d], loP, hiV);
+        ptx::mma_tf32(small[d], hiP, loV);
+        ptx::mma_tf32(large[d], hiP, hiV);
+      }
+    }
+    for (int d = 0; d < 2; ++d) {
+      for (int i = 0; i < 4; ++i) {
+        float& x = rO[first / 2 + 4 * d + i];
+        x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
+      }
+    }
+  }
+}
+
+// Stores row i of O, 0 or 1, times a scale. The lane's first column is n.
+template <int kCount>
+inline __device__ void store_row(float* row, const float (&rO)[kCount], int i, int n, float scale) {
+  for (int j = 0; j < kCount / 4; ++j) {
+    store2(row, 8 * j + n, rO[4 * j + 2 * i] * scale, rO[4 * j + 2 * i + 1] * scale);
+  }
+}
+
+}  // namespace attention

@@ -1,0 +1,1 @@
+"""Execute the machine code of some blocks, to see what their warps do: work.py."""
