@@ -4,11 +4,30 @@
 // multiplies O by the head's rows of the projection. Then it computes its share of the hidden units
 // and multiplies them by their rows of the second matrix. Both products leave one part of each sum
 // in global memory. Block i of every cluster adds up the parts of columns of its own, the i-th eighth
-// of x, and sends the sums to its cluster. So blocks wait for other clusters twice per layer; within
-// a cluster they store into each other's shared memory, and a barrier there counts the bytes.
+// of x, and sends the sums to its cluster.
 //
-// They meet at a barrier of the whole cluster only once. It orders all memory accesses, so it waits
-// for requested weights, too.
+// So a layer has seven exchanges. In their order, with the bytes that each block that waits receives,
+// for GPT-2 small in float32 and in 16 bits:
+//
+//   exchange      from                       to                             bytes       by
+//   kHeadsQkv     blocks with columns of     all of the cluster             768, 512    barrier
+//                 q, k and v
+//   kHeadsSplits  blocks with keys           all of the cluster             264 each    barrier
+//   words         every block: parts of the  the block of all clusters      9,216       tag
+//                 heads' projection          whose columns they are
+//   kSumX         every block: x             all of the cluster             3,072       barrier
+//   kHiddenUnits  every block                all of the cluster             1,024, 512  barrier
+//   words         every block: parts of the  the block of all clusters      9,216       tag
+//                 hidden units' projection   whose columns they are
+//   kNextX        every block: x             blocks of the cluster with     3,072       barrier
+//                                            columns of q, k and v
+//
+// Within a cluster, blocks store into each other's shared memory, and a barrier there counts the bytes
+// of an exchange. Between clusters, a word in global memory has a value and the tag of its layer: who
+// waits reads it until the tag is right.
+//
+// The blocks of a cluster meet at a barrier of all of them only once. It orders all memory accesses, so
+// it waits for requested weights, too.
 //
 // Weights arrive in tiles, in turn: a block's columns of q, k and v; of the hidden units; and of the
 // hidden units' projection. A tile lies in one of kRegions regions of shared memory. When it has
@@ -114,7 +133,7 @@ struct Tiles {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kRegions; ++i) ptx::barrier_init(&shared.arrived[i], 1);
       ptx::barrier_init(&shared.proj_arrived, 1);
-      for (ptx::Barrier& exchange : shared.exchanges) ptx::barrier_init(&exchange, 1);
+      for (int i = 0; i < kExchanges; ++i) ptx::barrier_init(&shared.exchanges[i], 1);
       ptx::barrier_init_fence();
     }
     __syncwarp();  // without it, racecheck warns that another lane may have initialized them
@@ -241,6 +260,33 @@ __device__ inline float sum_parts(const Word* words, unsigned tag) {
   return y;
 }
 
+// Adds up a column's sums of all warps.
+__device__ inline float sum_warps(const LayersShared& shared, int column) {
+  float y = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kAttendWarps; ++w) y += shared.sums[w][column];
+  return y;
+}
+
+// The exchanges by barriers: how many bytes a block expects, and their arrival.
+struct Exchanges {
+  LayersShared& shared;
+  const int newest;
+  __device__ __forceinline__ void expect(Exchange exchange) {
+    constexpr int kBytes[kExchanges] = {
+        4 * kEmbd, 4 * kEmbd, 4 * kHeadDim + 2 * kHeadDim * static_cast<int>(sizeof(Element)), 0,
+        kClusterHidden * static_cast<int>(sizeof(Factor))};
+    const int bytes = exchange == kHeadsSplits
+                          ? (newest / kSplit + 1) * static_cast<int>(sizeof(Partial))
+                          : kBytes[exchange];
+    if (threadIdx.x == 0) ptx::barrier_expect(&shared.exchanges[exchange], bytes);
+  }
+  __device__ __forceinline__ void await(Exchange exchange, int layer) {
+    ptx::barrier_wait(&shared.exchanges[exchange], layer % 2);
+    expect(exchange);  // the next layer's
+  }
+};
+
 // Grid: kRanks times the heads.
 __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepParams p) {
   ATTENTION_DYNAMIC_SHARED(uint4, s_tiles);
@@ -252,20 +298,8 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
   Tiles tiles{p, shared, s_tiles, rank, head};
   tiles.initialize();
   const int newest = p.seqlens[0];
-  const auto expect = [&](Exchange exchange) {
-    constexpr int kBytes[kExchanges] = {
-        4 * kEmbd, 4 * kEmbd, 4 * kHeadDim + 2 * kHeadDim * static_cast<int>(sizeof(Element)), 0,
-        kClusterHidden * static_cast<int>(sizeof(Factor))};
-    const int bytes = exchange == kHeadsSplits
-                          ? (newest / kSplit + 1) * static_cast<int>(sizeof(Partial))
-                          : kBytes[exchange];
-    if (t == 0) ptx::barrier_expect(&shared.exchanges[exchange], bytes);
-  };
-  const auto await = [&](Exchange exchange, int layer) {
-    ptx::barrier_wait(&shared.exchanges[exchange], layer % 2);
-    expect(exchange);  // the next layer's
-  };
-  for (int i = 0; i < kExchanges; ++i) expect(static_cast<Exchange>(i));
+  Exchanges exchanges{shared, newest};
+  for (int i = 0; i < kExchanges; ++i) exchanges.expect(static_cast<Exchange>(i));
   __syncthreads();
   if (requests) {
     tiles.request(0);
@@ -298,8 +332,10 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
     for (int to = 0; to < (exchange == kNextX ? min_of(kRanks, kQkvUnits) : kRanks); ++to)
       ptx::send_words<1>(here + column, to, {__float_as_uint(x)}, &shared.exchanges[exchange]);
   };
-  const auto store_normed = [&](int k, const float (&row)[1]) {
-    shared.normed[k] = from_float<Factor>(row[0]);
+  const auto normalize = [&](const Norm<kAttendWarps>& norm, const float* of) {
+    norm.apply(
+        [&](int, int k) { return of[k]; }, p.epsilon, shared.norm,
+        [&](int k, const float (&row)[1]) { shared.normed[k] = from_float<Factor>(row[0]); });
   };
   ptx::cluster_arrive();
   ptx::cluster_wait();  // the cluster's blocks have begun, and expect what they are sent
@@ -329,22 +365,23 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
                                     kHeadDim, kHeadDim, newest}};
     attention.load(rank);
     const int tile = 3 * layer;
-    // q, k and v
+    // x: the parts of the layer before
     if (layer > 0) {
       if (has_column) {
         x += sum_parts(hidden_parts, tag) + previous_fc2_bias;
         send_x(shared.x_next, kNextX);
       }
       tiles.await(tile);
-      if (has_unit) await(kNextX, layer - 1);
+      if (has_unit) exchanges.await(kNextX, layer - 1);
     } else {
       tiles.await(tile);
     }
     ++tag;
     if (layer + 1 < p.layers) prefetch(p, layer + 1, rank, head, newest);
+
+    // q, k and v
     if (has_unit) {
-      norm_1.apply([&](int, int k) { return shared.x_next[k]; }, p.epsilon, shared.norm,
-                   store_normed);
+      normalize(norm_1, shared.x_next);
     } else {
       __syncthreads();
     }
@@ -363,10 +400,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
     for (int i = 0; i < kMostUnits; ++i) {
       const int unit = rank + i * kRanks;
       if (unit >= kQkvUnits) break;
-      float y = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kAttendWarps; ++w) y += shared.sums[w][i * kColumns + t % kColumns];
-      y += qkv_bias[i];
+      const float y = sum_warps(shared, i * kColumns + t % kColumns) + qkv_bias[i];
       const int to = t / kColumns;  // the block that this thread sends its column to
       const int matrix = unit / kUnitsPerHead, at = unit % kUnitsPerHead * kColumns + t % kColumns;
       if (matrix == 0) {
@@ -379,7 +413,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
       }
     }
     if (requests) tiles.request(tile + kRegions);
-    await(kHeadsQkv, layer);
+    exchanges.await(kHeadsQkv, layer);
 
     // Attention
     auto& splits = shared.attention.splits;
@@ -404,22 +438,24 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
       }
     }
     tiles.await_proj(layer);
-    await(kHeadsSplits, layer);
+    exchanges.await(kHeadsSplits, layer);
     if (t < kHeadDim) {
       const Join<1> join(splits, newest / kSplit + 1, t);
       shared.o[t] = from_float<Factor>(join.o[0] / join.row_sum);
     }
     __syncthreads();
-    leave_parts<HeadPart>(tiles.proj(), shared.o, my_parts, tag);
 
-    // The hidden units
+    // The heads' projection
+    leave_parts<HeadPart>(tiles.proj(), shared.o, my_parts, tag);
     if (has_column) {
       x += sum_parts(parts, tag) + proj_bias;
       send_x(shared.x_sum, kSumX);
     }
+
+    // The hidden units
     tiles.await(tile + 1);
-    await(kSumX, layer);
-    norm_2.apply([&](int, int k) { return shared.x_sum[k]; }, p.epsilon, shared.norm, store_normed);
+    exchanges.await(kSumX, layer);
+    normalize(norm_2, shared.x_sum);
 #pragma unroll
     for (int i = 0; i < kFcUnits; ++i) {
       ArrivedWeights<FcProduct> weights{tiles.region(tile + 1) + i * (FcProduct::kBytes / 16)};
@@ -432,10 +468,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
 #pragma unroll
     for (int i = 0; i < kFcUnits; ++i) {
       const int at = i * kFcColumns + t % kFcColumns;
-      float y = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kAttendWarps; ++w) y += shared.sums[w][at];
-      y += fc_bias[i];
+      const float y = sum_warps(shared, at) + fc_bias[i];
       send_element(&shared.hidden[rank * kRankHidden + at], t / kFcColumns,
                    from_float<Factor>(gelu(y)), &shared.exchanges[kHiddenUnits]);
     }
@@ -443,8 +476,10 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
       tiles.request_proj(layer + 1);
       tiles.request(tile + 1 + kRegions);
     }
+
+    // Their projection
     tiles.await(tile + 2);
-    await(kHiddenUnits, layer);
+    exchanges.await(kHiddenUnits, layer);
     leave_parts<HiddenPart>(tiles.region(tile + 2), shared.hidden, my_hidden_parts, tag);
   }
   if (head == 0 && has_column)
