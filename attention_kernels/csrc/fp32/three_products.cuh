@@ -3,9 +3,10 @@
 // longer than a tile. Float16 has few exponents, so each row of Q and K, and each column of a tile of
 // V, is first scaled by a power of two, and so is P.
 //
-// Versions from 28 on share this, because it is what makes their results right, and none of them is
-// faster than another for it: they differ in when they copy, multiply and wait, which is in their
-// files. A version that does one of these things in a faster way defines a function of its own.
+// Versions 21 to 27 share the first part, 28 to 30 and 34 to 37 all, because it is what makes their
+// results right, and none of them is faster than another for it: they differ in when they copy,
+// multiply and wait, which is in their files. A version that does something of this in a faster way
+// defines a function of its own.
 
 #pragma once
 
@@ -66,7 +67,17 @@ inline __device__ float4 largest_of(float4 x, float4 y) {
                      fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
 }
 
-// ---- K and V, split into tiles of kBlockN keys ---------------------------------------------------
+// Reduces x over the four lanes that share a row; every lane gets the result.
+inline __device__ float reduce_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+inline __device__ float reduce_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// ---- K and V, split into tiles of kBlockN keys --------------------------------------------------
 
 // An operand has kHeadDim / kColumns blocks of kColumns columns, one after the other. A block is 64
 // rows of 128 bytes, in which the 16-byte chunk c of row r lies where chunk c ^ (r % 8) would: so
@@ -170,20 +181,10 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
          make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
 }
 
-// ---- Rows of queries -----------------------------------------------------------------------------
+// ---- Rows of queries ----------------------------------------------------------------------------
 
 // Lane l of warp w of a warpgroup holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on (r = 1),
 // at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
-
-// Reduces x over the four lanes that share a row; every lane gets the result.
-inline __device__ float reduce_sum(float x) {
-  x += __shfl_xor_sync(0xffffffff, x, 1);
-  return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-inline __device__ float reduce_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
 
 // Q or P with 64 columns, hi and lo, as operand A of products
 constexpr int kStep = 16;  // columns of A, rows of B, in one product
