@@ -1,10 +1,9 @@
 // v28 - Hopper's wgmma, with a warp that copies
 //
-// From:   v25
-// Change: warpgroups multiply with wgmma, which reads K and V from shared memory by itself. K and V
-//         are split into tiles that lie in memory as wgmma wants them, so that one bulk copy
-//         fetches a tile; a warp that does nothing else copies, up to kStages tiles ahead.
-//         Attention's blocks start early. Keys are no longer divided among blocks.
+// From:   v37
+// Change: warpgroups multiply with wgmma, which reads K and V from shared memory by itself: v37's
+//         tiles lie as it wants them. A warp that does nothing else copies, up to kStages tiles
+//         ahead. Attention's blocks start early.
 // Why:    mma.sync reaches two thirds of the tensor cores' rate, and its warps spend instructions
 //         on copies and on loading operands.
 // Cost:   runs on compute capability 9.0 only. A block has a whole multiprocessor, and nothing to
