@@ -174,45 +174,6 @@ template <int kBlockN, int kHeadDim>
 constexpr int kStageBytes =
     sizeof(half) * 2 * kBlockN * (2 * kHeadDim + kPad) + sizeof(float) * kBlockN;
 
-// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled: rows of kHeadDim
-// floats. P = 0 times any finite V is 0, however large it is.
-template <int kBlockN, int kHeadDim>
-inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
-                                        const float (&rP)[kBlockN / 8][4],
-                                        const float (&row_scale)[2], const float* s_v, int keys) {
-  constexpr int kStride = kHeadDim + kPad / 2;
-  const int lane_id = threadIdx.x % 32;
-  const float* lane_v = s_v + 2 * (lane_id % 4) * kStride + lane_id / 4;
-#pragma unroll
-  for (int first = 0; first < kHeadDim; first += 16) {
-    float small[2][4] = {}, large[2][4] = {};
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-      if (8 * j >= keys) break;
-      unsigned hiP[4], loP[4];
-      for (int i = 0; i < 4; ++i) {
-        split_tf32(rP[j][i % 2 * 2 + i / 2], hiP[i], loP[i]);
-      }
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        unsigned hiV[2], loV[2];
-        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
-          split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
-        }
-        ptx::mma_tf32(small[d], loP, hiV);
-        ptx::mma_tf32(small[d], hiP, loV);
-        ptx::mma_tf32(large[d], hiP, hiV);
-      }
-    }
-    for (int d = 0; d < 2; ++d) {
-      for (int i = 0; i < 4; ++i) {
-        float& x = rO[first / 8 + d][i];
-        x = fmaf(x, row_scale[i / 2], 2.0f * (small[d][i] + large[d][i]));
-      }
-    }
-  }
-}
-
 template <int kBlockM, int kBlockN, int kHeadDim>
 __global__ void __launch_bounds__(kThreads, kHeadDim > 32 ? 2 : 3)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v, Split kv,
@@ -362,8 +323,9 @@ __global__ void __launch_bounds__(kThreads, kHeadDim > 32 ? 2 : 3)
 
     // O += P V. A column's scale would make rows depend on keys that they do not see.
     if (n_start + kBlockN > n_seen) {
-      add_product_tf32<kBlockN, kHeadDim>(rO, rS, row_scale, reinterpret_cast<const float*>(sV),
-                                          n_warp_end - n_start);
+      add_product_tf32<kHeadDim + kPad / 2>(
+          flat(rO), flat(rS), make_float2(row_scale[0], row_scale[1]),
+          reinterpret_cast<const float*>(sV), n_warp_end - n_start);
       continue;
     }
     unsigned hiP[kBlockN / 16][4], loP[kBlockN / 16][4];
