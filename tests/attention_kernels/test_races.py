@@ -86,7 +86,7 @@ def test_a_kernel_that_reads_without_waiting_needs_a_previous_one_that_has_waite
     with pytest.raises(KernelError) as caught:
         spec.attention(x, x, x)
     assert re.search(
-        r"race: lane .* reads global memory, .*, at v36_diagonal_once\.cu:.*, which the kernel "
+        r"race: lane .* reads global memory, .*v36_diagonal_once\.cu:.*, which the kernel "
         r"before may still write; a wait_for_previous\(\) before it would order them",
         str(caught.value.__cause__),
     )

@@ -3,9 +3,10 @@
 // longer than a tile. Float16 has few exponents, so each row of Q and K, and each column of a tile of
 // V, is first scaled by a power of two, and so is P.
 //
-// Versions from 28 on share this, because it is what makes their results right, and none of them is
-// faster than another for it: they differ in when they copy, multiply and wait, which is in their
-// files. A version that does one of these things in a faster way defines a function of its own.
+// Versions 21 to 27 share the first part, 28 to 30 and 34 to 37 all, because it is what makes their
+// results right, and none of them is faster than another for it: they differ in when they copy,
+// multiply and wait, which is in their files. A version that does something of this in a faster way
+// defines a function of its own.
 
 #pragma once
 
@@ -66,7 +67,61 @@ inline __device__ float4 largest_of(float4 x, float4 y) {
                      fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
 }
 
-// ---- K and V, split into tiles of kBlockN keys ---------------------------------------------------
+// Reduces x over the four lanes that share a row; every lane gets the result.
+inline __device__ float reduce_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+inline __device__ float reduce_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// Returns the elements of fragments of mma.sync one after the other.
+template <int kCount>
+inline __device__ float (&flat(float (&fragments)[kCount][4]))[4 * kCount] {
+  return reinterpret_cast<float (&)[4 * kCount]>(fragments);
+}
+
+// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled, in rows of kStride
+// floats. P = 0 times any finite V is 0, however large it is. The lane's warp sees the first `keys`
+// keys.
+template <int kStride, int kCount, int kScores>
+inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[kScores],
+                                        float2 row_scale, const float* s_v, int keys) {
+  const int lane_id = threadIdx.x % 32;
+  const float* lane_v = s_v + 2 * (lane_id % 4) * kStride + lane_id / 4;
+#pragma unroll
+  for (int first = 0; first < 2 * kCount; first += 16) {
+    float small[2][4] = {}, large[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      if (8 * j >= keys) break;
+      unsigned hiP[4], loP[4];
+      for (int i = 0; i < 4; ++i) {
+        split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
+      }
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        unsigned hiV[2], loV[2];
+        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
+          split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
+        }
+        ptx::mma_tf32(small[d], loP, hiV);
+        ptx::mma_tf32(small[d], hiP, loV);
+        ptx::mma_tf32(large[d], hiP, hiV);
+      }
+    }
+    for (int d = 0; d < 2; ++d) {
+      for (int i = 0; i < 4; ++i) {
+        float& x = rO[first / 2 + 4 * d + i];
+        x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
+      }
+    }
+  }
+}
+
+// ---- K and V, split into tiles of kBlockN keys --------------------------------------------------
 
 // An operand has kHeadDim / kColumns blocks of kColumns columns, one after the other. A block is 64
 // rows of 128 bytes, in which the 16-byte chunk c of row r lies where chunk c ^ (r % 8) would: so
@@ -170,20 +225,10 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
          make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
 }
 
-// ---- Rows of queries -----------------------------------------------------------------------------
+// ---- Rows of queries ----------------------------------------------------------------------------
 
 // Lane l of warp w of a warpgroup holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on (r = 1),
 // at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
-
-// Reduces x over the four lanes that share a row; every lane gets the result.
-inline __device__ float reduce_sum(float x) {
-  x += __shfl_xor_sync(0xffffffff, x, 1);
-  return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-inline __device__ float reduce_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
 
 // Q or P with 64 columns, hi and lo, as operand A of products
 constexpr int kStep = 16;  // columns of A, rows of B, in one product
@@ -310,44 +355,6 @@ inline __device__ void add_pv(float (&rO)[kCount], const float (&rPV)[kCount], f
       float& x = rO[4 * d + i];
       x = fmaf(x, i < 2 ? row_scale.x : row_scale.y,
                rPV[4 * d + i] * (i % 2 ? v_scale.y : v_scale.x));
-    }
-  }
-}
-
-// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled, in rows of kStride
-// floats. P = 0 times any finite V is 0, however large it is. The lane's warp sees the first `keys`
-// keys.
-template <int kStride, int kCount>
-inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[kScores],
-                                        float2 row_scale, const float* s_v, int keys) {
-  const int lane_id = threadIdx.x % 32;
-  const float* lane_v = s_v + 2 * (lane_id % 4) * kStride + lane_id / 4;
-#pragma unroll
-  for (int first = 0; first < 2 * kCount; first += 16) {
-    float small[2][4] = {}, large[2][4] = {};
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-      if (8 * j >= keys) break;
-      unsigned hiP[4], loP[4];
-      for (int i = 0; i < 4; ++i) {
-        split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
-      }
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        unsigned hiV[2], loV[2];
-        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
-          split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
-        }
-        ptx::mma_tf32(small[d], loP, hiV);
-        ptx::mma_tf32(small[d], hiP, loV);
-        ptx::mma_tf32(large[d], hiP, hiV);
-      }
-    }
-    for (int d = 0; d < 2; ++d) {
-      for (int i = 0; i < 4; ++i) {
-        float& x = rO[first / 2 + 4 * d + i];
-        x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
-      }
     }
   }
 }

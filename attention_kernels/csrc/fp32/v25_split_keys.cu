@@ -14,13 +14,12 @@
 // Expect: no change where there are many blocks. At 512 rows the three launches take most of the
 //         time.
 
-#include <cuda_fp16.h>
 #include <cuda_pipeline.h>
 
 #include <algorithm>
 #include <type_traits>
 
-#include "ptx.cuh"
+#include "fp32/three_products.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -30,48 +29,6 @@ constexpr int kRows = 16 * kWarps;  // rows per block
 constexpr int kKeys = 32;           // Split is padded to a multiple of this: whole tiles
 constexpr int kStages = 2;          // tiles in shared memory: one in use, the others in flight
 constexpr int kPad = 8;             // padding, in halves
-constexpr int kTop = 14;     // exponent to which the largest number of a row or column is scaled
-constexpr int kLeast = -97;  // the smallest exponent that is scaled for
-constexpr int kMost = 127;
-constexpr float kScaleP = 0x1p15f;
-
-inline __device__ float4 load4(const float* row, unsigned d) {
-  return reinterpret_cast<const float4*>(row)[d / 4];
-}
-inline __device__ float2 load2(const float* row, unsigned d) {
-  return reinterpret_cast<const float2*>(row)[d / 2];
-}
-inline __device__ void store4(float* row, unsigned d, float4 x) {
-  reinterpret_cast<float4*>(row)[d / 4] = x;
-}
-inline __device__ void store2(float* row, unsigned d, float x, float y) {
-  reinterpret_cast<float2*>(row)[d / 2] = make_float2(x, y);
-}
-
-inline __device__ float power_of_two(int exponent) {
-  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
-}
-
-// Returns the exponent of a row's or a column's largest number.
-inline __device__ int exponent_of(float largest) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return largest == 0.0f ? 0 : min(max(exponent, kLeast), kMost);
-}
-
-// Splits x and y into sums hi + lo; a word holds a pair of halves.
-inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
-  const half2 hi2 = __floats2half2_rn(x, y);
-  const float2 back = __half22float2(hi2);
-  const half2 lo2 = __floats2half2_rn(x - back.x, y - back.y);
-  hi = *reinterpret_cast<const unsigned*>(&hi2);
-  lo = *reinterpret_cast<const unsigned*>(&lo2);
-}
-
-// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
-inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
-  hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
-  lo = __float_as_uint(x - __uint_as_float(hi));
-}
 
 // Splits x, four columns of a row, and stores it; a row is kHeadDim hi, then kHeadDim lo.
 template <int kHeadDim>
@@ -81,11 +38,6 @@ inline __device__ void store_split(half* row, unsigned d, float4 x, float4 scale
   split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
   *reinterpret_cast<uint2*>(row + d) = hi;
   *reinterpret_cast<uint2*>(row + kHeadDim + d) = lo;
-}
-
-inline __device__ float4 largest_of(float4 x, float4 y) {
-  return make_float4(fmaxf(fabsf(x.x), fabsf(y.x)), fmaxf(fabsf(x.y), fabsf(y.y)),
-                     fmaxf(fabsf(x.z), fabsf(y.z)), fmaxf(fabsf(x.w), fabsf(y.w)));
 }
 
 // A thread has the same four columns of every kRowsApart-th row of a tile.
@@ -229,61 +181,12 @@ inline __device__ void copy_rows(void* to, const float* from, int64_t g_stride, 
   }
 }
 
-// Reduces x over the four lanes that share a row; every lane gets the result.
-inline __device__ float reduce_sum(float x) {
-  x += __shfl_xor_sync(0xffffffff, x, 1);
-  return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-inline __device__ float reduce_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
 // Blocks per multiprocessor, as far as registers allow.
 constexpr int most_blocks(int head_dim) { return head_dim > 64 ? 2 : 3; }
 
 template <int kBlockN, int kHeadDim>
 constexpr int kStageBytes =
     sizeof(half) * 2 * kBlockN * (2 * kHeadDim + kPad) + sizeof(float) * kBlockN;
-
-// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled: rows of kHeadDim
-// floats. P = 0 times any finite V is 0, however large it is.
-template <int kBlockN, int kHeadDim>
-inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 8][4],
-                                        const float (&rP)[kBlockN / 8][4],
-                                        const float (&row_scale)[2], const float* s_v, int keys) {
-  constexpr int kStride = kHeadDim + kPad / 2;
-  const int lane_id = threadIdx.x % 32;
-  const float* lane_v = s_v + 2 * (lane_id % 4) * kStride + lane_id / 4;
-#pragma unroll
-  for (int first = 0; first < kHeadDim; first += 16) {
-    float small[2][4] = {}, large[2][4] = {};
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-      if (8 * j >= keys) break;
-      unsigned hiP[4], loP[4];
-      for (int i = 0; i < 4; ++i) {
-        split_tf32(rP[j][i % 2 * 2 + i / 2], hiP[i], loP[i]);
-      }
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        unsigned hiV[2], loV[2];
-        for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
-          split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
-        }
-        ptx::mma_tf32(small[d], loP, hiV);
-        ptx::mma_tf32(small[d], hiP, loV);
-        ptx::mma_tf32(large[d], hiP, hiV);
-      }
-    }
-    for (int d = 0; d < 2; ++d) {
-      for (int i = 0; i < 4; ++i) {
-        float& x = rO[first / 8 + d][i];
-        x = fmaf(x, row_scale[i / 2], 2.0f * (small[d][i] + large[d][i]));
-      }
-    }
-  }
-}
 
 template <int kBlockM, int kBlockN, int kHeadDim>
 __global__ void __launch_bounds__(kThreads, most_blocks(kHeadDim))
@@ -433,8 +336,9 @@ __global__ void __launch_bounds__(kThreads, most_blocks(kHeadDim))
 
     // O += P V. A column's scale would make rows depend on keys that they do not see.
     if (kIsMasked) {
-      add_product_tf32<kBlockN, kHeadDim>(rO, rS, row_scale, reinterpret_cast<const float*>(sV),
-                                          n_warp_end - n_start);
+      add_product_tf32<kHeadDim + kPad / 2>(
+          flat(rO), flat(rS), make_float2(row_scale[0], row_scale[1]),
+          reinterpret_cast<const float*>(sV), n_warp_end - n_start);
       return;
     }
     unsigned hiP[kBlockN / 16][4], loP[kBlockN / 16][4];

@@ -1,10 +1,9 @@
 // v28 - Hopper's wgmma, with a warp that copies
 //
-// From:   v25
-// Change: warpgroups multiply with wgmma, which reads K and V from shared memory by itself. K and V
-//         are split into tiles that lie in memory as wgmma wants them, so that one bulk copy
-//         fetches a tile; a warp that does nothing else copies, up to kStages tiles ahead.
-//         Attention's blocks start early. Keys are no longer divided among blocks.
+// From:   v37
+// Change: warpgroups multiply with wgmma, which reads K and V from shared memory by itself: v37's
+//         tiles lie as it wants them. A warp that does nothing else copies, up to kStages tiles
+//         ahead. Attention's blocks start early.
 // Why:    mma.sync reaches two thirds of the tensor cores' rate, and its warps spend instructions
 //         on copies and on loading operands.
 // Cost:   runs on compute capability 9.0 only. A block has a whole multiprocessor, and nothing to
@@ -224,16 +223,17 @@ int64_t scratch_floats(const Params& params) {
 cudaError_t launch(const Params& params, cudaStream_t stream) {
   if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
   const int heads = params.batch * params.num_heads;
-  const auto tiles = reinterpret_cast<unsigned char*>(params.scratch);
-  const auto v = static_cast<const float*>(params.v);
-  const cudaError_t error =
-      launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2),
-                    dim3(kSplitThreads), 0, stream, static_cast<const float*>(params.k), v, tiles,
-                    params.k_strides, params.v_strides, params.seqlen, params.num_heads);
+  const cudaError_t error = launch_kernel(
+      split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2), dim3(kSplitThreads), 0,
+      stream, static_cast<const float*>(params.k), static_cast<const float*>(params.v),
+      reinterpret_cast<unsigned char*>(params.scratch), params.k_strides, params.v_strides,
+      params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
   return launch_early(attention_kernel, dim3(heads, ceil_div(params.seqlen, kBlockM)), 1,
-                      dim3(kThreads), kSmemBytes, stream, static_cast<const float*>(params.q), v,
-                      tiles, static_cast<float*>(params.o), params.q_strides, params.v_strides,
+                      dim3(kThreads), kSmemBytes, stream, static_cast<const float*>(params.q),
+                      static_cast<const float*>(params.v),
+                      reinterpret_cast<const unsigned char*>(params.scratch),
+                      static_cast<float*>(params.o), params.q_strides, params.v_strides,
                       params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
 }
 

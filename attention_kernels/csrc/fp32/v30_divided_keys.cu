@@ -310,16 +310,16 @@ cudaError_t launch_attention(const Params& params, cudaStream_t stream) {
 cudaError_t launch(const Params& params, cudaStream_t stream) {
   if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
   int device = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
+  cudaError_t found = cudaGetDevice(&device);
+  if (found == cudaSuccess)
+    found = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (found != cudaSuccess) return found;
   const int heads = params.batch * params.num_heads;
-  error = launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2),
-                        dim3(kSplitThreads), 0, stream, static_cast<const float*>(params.k),
-                        static_cast<const float*>(params.v),
-                        reinterpret_cast<unsigned char*>(params.scratch), params.k_strides,
-                        params.v_strides, params.seqlen, params.num_heads);
+  const cudaError_t error = launch_kernel(
+      split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2), dim3(kSplitThreads), 0,
+      stream, static_cast<const float*>(params.k), static_cast<const float*>(params.v),
+      reinterpret_cast<unsigned char*>(params.scratch), params.k_strides, params.v_strides,
+      params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
   const int64_t blocks = int64_t{heads} * ceil_div(params.seqlen, kBlockM<false>);
   return blocks < multiprocessors ? launch_attention<true>(params, stream)

@@ -378,19 +378,20 @@ int64_t scratch_floats(const Params& params) {
 cudaError_t launch(const Params& params, cudaStream_t stream) {
   if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
   const int heads = params.batch * params.num_heads;
-  const auto tiles = reinterpret_cast<unsigned char*>(params.scratch);
-  const auto v = static_cast<const float*>(params.v);
-  const cudaError_t error =
-      launch_kernel(split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN) * 2),
-                    dim3(kSplitThreads), 0, stream, static_cast<const float*>(params.k), v, tiles,
-                    params.k_strides, params.v_strides, params.seqlen, params.num_heads);
+  const cudaError_t error = launch_kernel(
+      split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN) * 2), dim3(kSplitThreads), 0,
+      stream, static_cast<const float*>(params.k), static_cast<const float*>(params.v),
+      reinterpret_cast<unsigned char*>(params.scratch), params.k_strides, params.v_strides,
+      params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
   const dim3 grid(heads < kGroup ? heads : kGroup, ceil_div(params.seqlen, kBlockM),
                   ceil_div(heads, kGroup));
   return launch_early(attention_kernel, grid, 1, dim3(kThreads), kSmemBytes, stream,
-                      static_cast<const float*>(params.q), v, tiles, static_cast<float*>(params.o),
-                      params.q_strides, params.v_strides, params.seqlen, heads, params.num_heads,
-                      params.softmax_scale, params.is_causal);
+                      static_cast<const float*>(params.q), static_cast<const float*>(params.v),
+                      reinterpret_cast<const unsigned char*>(params.scratch),
+                      static_cast<float*>(params.o), params.q_strides, params.v_strides,
+                      params.seqlen, heads, params.num_heads, params.softmax_scale,
+                      params.is_causal);
 }
 
 }  // namespace attention::ATTENTION_VERSION
