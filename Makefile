@@ -16,8 +16,9 @@ test: $(VENV)/installed
 	$(PYTEST) -m "not slow and not gpu"
 
 # And the slow ones, on the plainest vector instructions: no test may take torch's float32 for truth.
+# Many wait for processes of their own, so one more runs than there are cores.
 test-all: test
-	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "slow and not gpu"
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -n $(shell expr $$(nproc) + 1) -m "slow and not gpu"
 
 # For a machine without git, SOURCE_COMMIT is the commit. More workers would need more than 80 GB.
 gpu-test: $(if $(VENV),$(VENV)/installed)

@@ -57,7 +57,13 @@ THREE_PRODUCTS = [name for name, kernel in KERNELS.items() if kernel.layout is n
 EVERY_TILE = [(name, i) for name in KERNELS for i in range(len(KERNELS[name].tiles))]
 
 
-@pytest.mark.parametrize(("kernel", "tile"), EVERY_TILE)
+@pytest.mark.parametrize(
+    ("kernel", "tile"),
+    [
+        pytest.param(*x, marks=pytest.mark.slow if "wgmma" in x[0] and x[1] else ())
+        for x in EVERY_TILE
+    ],
+)
 def test_a_product_is_right_in_every_mode(kernel, tile):
     size = KERNELS[kernel].tiles[tile]
     m, n, k = size.block_m // 2 + 3, max(128, size.block_n), 3 * size.block_k

@@ -9,7 +9,7 @@ import pytest
 
 from attention_kernels.judge.suite import Failure
 from gpt2_infer.bench import worth
-from tests.conftest import EXAMPLE, needs_compiler
+from tests.conftest import needs_compiler
 from tests.gpt2_infer.cli.program import run
 from tests.gpt2_infer.cli.test_json import report_of
 
@@ -72,13 +72,13 @@ def test_a_kernel_that_runs_here_is_timed_in_every_mode(capsys, monkeypatch, tmp
 @pytest.mark.slow
 @needs_compiler
 def test_an_emulated_kernel_is_predicted(capsys):
-    file = str(EXAMPLE / "v01_warp_per_row.cu")
-    status, out, _ = run(capsys, "worth", file, "--device", "cpu", "--quick")
+    name = "CUSTOM_CUDA_VERSION_12"
+    status, out, _ = run(capsys, "worth", name, "--device", "cpu", "--quick")
     assert status == 0
     lines = out.splitlines()
     assert len(lines) <= 25
     assert max(map(len, lines)) <= 100
-    assert lines[0].startswith("V01_WARP_PER_ROW on cpu, emulated: ")
-    assert re.search(r"^alone +V01_WARP_PER_ROW +(p [\d,.]+ us|-)$", out, re.MULTILINE)
-    assert re.search(r"^recompute +V01_WARP_PER_ROW .* equal +\d", out, re.MULTILINE)
-    assert re.search(r"^kv-cache +V01_WARP_PER_ROW +-$", out, re.MULTILINE)
+    assert lines[0].startswith(f"{name} on cpu, emulated: ")
+    assert re.search(rf"^alone +{name} +(p [\d,.]+ us|-)$", out, re.MULTILINE)
+    assert re.search(rf"^recompute +{name} .* equal +\d", out, re.MULTILINE)
+    assert re.search(rf"^kv-cache +{name} +-$", out, re.MULTILINE)

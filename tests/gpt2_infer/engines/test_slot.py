@@ -43,8 +43,11 @@ def test_the_plainest_file_writes_the_same_text(demo):
     assert in_the_step(demo, FILES[0]) == "equal"
 
 
+@pytest.mark.parametrize(
+    "file",  # most where there are more cores
+    [*(pytest.param(x, marks=pytest.mark.gpu) for x in FILES[:-1]), FILES[-1]],
+)
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
 def test_a_file_is_right_alone(file):
     assert verify(str(file), "cpu", quick=True).passed
 
