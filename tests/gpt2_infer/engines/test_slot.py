@@ -22,6 +22,7 @@ from tests.gpt2_infer.engines import test_fused
 from tests.gpt2_infer.engines.common import published, random_model
 
 FILES = sorted((CSRC / "slot").glob("v*.cuh"))
+MORE = [pytest.param(x, marks=pytest.mark.gpu) for x in FILES[:-1]]  # where there are more cores
 PLAIN = FILES[0].read_text("utf-8")
 # It forgets the key that this step adds.
 WRONG = PLAIN.replace("n <= cache.newest ? softmax_scale", "n < cache.newest ? softmax_scale")
@@ -43,10 +44,7 @@ def test_the_plainest_file_writes_the_same_text(demo):
     assert in_the_step(demo, FILES[0]) == "equal"
 
 
-@pytest.mark.parametrize(
-    "file",  # most where there are more cores
-    [*(pytest.param(x, marks=pytest.mark.gpu) for x in FILES[:-1]), FILES[-1]],
-)
+@pytest.mark.parametrize("file", [FILES[-1], *MORE])
 @pytest.mark.slow
 def test_a_file_is_right_alone(file):
     assert verify(str(file), "cpu", quick=True).passed
