@@ -166,7 +166,7 @@ KERNELS: dict[str, Kernel] = {
         layout=_swizzled_rows,
     ),
 }
-# Exponents in csrc/three_products.cuh: of a column's largest number after scaling, and the smallest
+# Exponents in csrc/rows.cuh: of a column's largest number after scaling, and the smallest
 # and largest before scaling.
 TOP, LEAST, MOST = 14, -112, 127
 

@@ -177,7 +177,7 @@ def product(blocks: Blocks, one: Instruction) -> int:
 
 
 def await_products(blocks: Blocks, one: Instruction) -> None:
-    """Execute WARPGROUP.DEPBAR: wait until at most so many groups of products are running."""
+    """Execute WARPGROUP.DEPBAR: wait until at most N groups of products are left, N its operand."""
     for warp, _ in _warps(blocks) if "DEPBAR" in one.modifiers else ():
         if others := blocks.groups[warp][: -int(one.operands[1], 16) or None]:
             blocks.issued[-1].events[warp] = None, others[-1]
