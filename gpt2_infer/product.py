@@ -4,8 +4,7 @@ At a few hundred rows, the libraries' products leave much of a GPU idle, and eac
 residual and LayerNorm is a separate kernel. Here they are part of the product.
 
 ieee-fp32, csrc/v01_matrix_product.cu: float32 throughout.
-3xfp16, csrc/v02_three_products.cu: tensor cores multiply sums of two float16 numbers;
-csrc/v04_wgmma.cu, for Hopper, is not chosen yet, because it has not been measured.
+3xfp16, csrc/v02_three_products.cu: tensor cores multiply sums of two float16 numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from attention_kernels.contract import dtype_name
 from attention_kernels.ladder import compilers, header
 from attention_kernels.ladder.op import c_struct, launch, load_op
-from gpt2_infer.config import PRODUCTS, GPT2Config
+from gpt2_infer.config import PRODUCTS, GPT2Config, ProductsName
 from gpt2_infer.errors import RequestError
 
 CSRC = Path(__file__).parent / "csrc"
@@ -109,28 +108,9 @@ class Kernel:
     """The time of a second kernel."""
     part_floats: float
     """The floats of partial tiles that are written and read again per microsecond."""
-    layout: Callable[[Tensor], Tensor] | None = None
-    """Orders the halves of a weight, float16 (2, k, n), as the kernel reads them; None: float32."""
 
 
-def _fragments(both: Tensor) -> Tensor:
-    _, k, n = both.shape
-    # A fragment's lane has column lane // 4 of 8, at k = 4 (lane % 4) and the next three.
-    parts = both.view(2, k // 16, 4, 4, n // 16, 2, 8)
-    return parts.permute(4, 1, 0, 6, 2, 5, 3).contiguous()
-
-
-def _swizzled_rows(both: Tensor) -> Tensor:
-    _, k, n = both.shape
-    # A row has 32 k of a column, hi and lo. Of 16 k, lane c of four has 4 c to 4 c + 3: the first
-    # two in the first half of the 16, the others in the second.
-    parts = both.view(2, k // 32, 2, 4, 2, 2, n // 64, 64)
-    chunks = parts.permute(6, 1, 7, 0, 2, 4, 3, 5).reshape(n // 64, k // 32, 64, 8, 8)
-    row = torch.arange(64, device=both.device)[:, None]
-    return chunks[:, :, row, torch.arange(8, device=both.device) ^ row % 8]
-
-
-KERNELS: dict[str, Kernel] = {
+KERNELS: dict[ProductsName, Kernel] = {
     "ieee-fp32": Kernel(
         "v01_matrix_product.cu",
         (
@@ -153,17 +133,6 @@ KERNELS: dict[str, Kernel] = {
         again_us=1.37,
         finish_us=1.42,
         part_floats=0.64e6,
-        layout=_fragments,
-    ),
-    # Predicted, not fitted: 80 % of the tensor cores' rate, or 32 bytes a cycle from L2
-    "3xfp16-wgmma": Kernel(
-        "v04_wgmma.cu",
-        tuple(
-            Tile(m, n, 32, (us,))
-            for m, n, us in ((64, 128, 0.44), (64, 256, 0.73), (128, 128, 0.59), (128, 64, 0.44))
-        ),
-        *(2.00, 1.42, 0.64e6),
-        layout=_swizzled_rows,
     ),
 }
 # Exponents in csrc/rows.cuh: of a column's largest number after scaling, and the smallest
@@ -248,21 +217,24 @@ def choose(
     )
 
 
-def split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a weight, (k, n), into sums of two float16 numbers, scaled by column.
+def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Split a weight, (k, n), into float16 as v02_three_products.cu reads it.
 
-    Returns the halves, float16 (2, k, n), and the exponent of each column, int32 (n).
+    Returns the packed halves and the exponent of each column, int32 (n).
     """
-    largest = weight.abs().amax(0)
+    (k, n), largest = weight.shape, weight.abs().amax(0)
     exponents = (torch.frexp(largest).exponent - 1).clamp_(LEAST, MOST)
     scaled = torch.ldexp(weight, TOP - exponents)
     high = scaled.half()
-    return torch.stack([high, (scaled - high.float()).half()]), exponents
+    both = torch.stack([high, (scaled - high.float()).half()])
+    # A fragment's lane has column lane // 4 of 8, at k = 4 (lane % 4) and the next three.
+    parts = both.view(2, k // 16, 4, 4, n // 16, 2, 8)
+    return parts.permute(4, 1, 0, 6, 2, 5, 3).contiguous(), exponents
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix of `rows` rows, split into float16 as kernels with `layout` read their x."""
+    """A matrix of `rows` rows, split into float16 as v02_three_products.cu reads its x."""
 
     data: Tensor
     """The chunks described in csrc/rows.cuh, in float32."""
@@ -299,7 +271,7 @@ class Product:
     k and n are multiples of 64.
 
     The work just ahead of a product on its stream must not write the weights: a GPU reads them
-    before that work has ended. kernel: its name in KERNELS; 3xfp16 makes a packed copy of the
+    before that work has ended. products: one of PRODUCTS; 3xfp16 makes a packed copy of the
     weights. plan: replaces the chosen one. Raises BuildError.
     """
 
@@ -307,16 +279,15 @@ class Product:
         self,
         weight: Tensor,
         bias: Tensor,
-        kernel: str = "ieee-fp32",
+        products: ProductsName = "ieee-fp32",
         *,
         plan: Plan | None = None,
     ) -> None:
-        self.kernel, self.bias, self.plan = KERNELS[kernel], bias, plan
+        self.kernel, self.bias, self.plan = KERNELS[products], bias, plan
         self.shape = weight.shape
         self.weight, self.exponents = weight.contiguous(), None
-        if self.kernel.layout is not None:
-            halves, self.exponents = split(weight)
-            self.weight = self.kernel.layout(halves)
+        if products == "3xfp16":
+            self.weight, self.exponents = pack(weight)
         if weight.is_cuda and self.weight is not weight:  # else the copy could be just ahead
             torch.cuda.current_stream(weight.device).synchronize()
         self._multiprocessors = count_multiprocessors(weight.device)

@@ -21,11 +21,13 @@
 // drift. They are multiplied by the scale of their row as they are added to the tile's sums, in
 // float32.
 
-#include "three_products.cuh"
+#include "product.cuh"
 
 namespace attention {
 namespace {
 
+constexpr int kShift = 22;  // sums are 2^-22 times as large, so that few can overflow
+constexpr float kSmaller = 0x1p-22f;
 constexpr int kChunkW = 2 * 2 * 32;  // uint4s of 16 columns of W and 32 k: a chunk without scales
 constexpr int kThreads = kChunkW;
 constexpr int kBlockK = 64;                 // k per slab
@@ -49,6 +51,29 @@ struct Tile {
   static constexpr int kSmemBytes = sizeof(uint4) * kStages * kStage;
   static_assert(32 * kWarpsM_ * kWarpsN == kThreads, "a thread copies one uint4 of each chunk");
   static_assert(kBytesSums <= kSmemBytes, "the sums take the place of the slabs");
+};
+
+__device__ inline float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
+}
+
+// Multiplies sums of four columns by the scales of W, in two steps: the power itself may be too
+// large for a float.
+struct Unscale {
+  float4 first, second;
+
+  __device__ explicit Unscale(int4 exponents) {
+    set(exponents.x, first.x, second.x), set(exponents.y, first.y, second.y);
+    set(exponents.z, first.z, second.z), set(exponents.w, first.w, second.w);
+  }
+  static __device__ void set(int exponent, float& first, float& second) {
+    const int all = exponent - kTop + kShift;
+    first = power_of_two(all >> 1), second = power_of_two(all - (all >> 1));
+  }
+  __device__ float4 operator()(float4 v) const {
+    return {v.x * first.x * second.x, v.y * first.y * second.y, v.z * first.z * second.z,
+            v.w * first.w * second.w};
+  }
 };
 
 // Copies slabs of a tile to shared memory.
@@ -231,10 +256,28 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
   }
 }
 
+// Packs x, a row per blockIdx.x.
+__global__ void pack(ProductParams p) {
+  ptx::allow_next();
+  const int row = blockIdx.x, column = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
+  const bool is_here = column < p.k;
+  ptx::wait_for_previous();
+  float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (is_here) v = load4(p.x + static_cast<int64_t>(row) * p.k + column);
+  pack4(p.packed_x, p.k, row, column, v, is_here);
+}
+
 template <typename T>
 cudaError_t launch_product(const ProductParams& p, cudaStream_t stream) {
-  const cudaError_t error = launch_pack(p, stream);
-  return error == cudaSuccess ? launch_tile<T>(product<T>, p, stream) : error;
+  if (p.packed_x == nullptr) return cudaErrorInvalidValue;
+  if (p.x != nullptr) {
+    constexpr int kThreads = 256;
+    const int blocks = ceil_div(p.k / 4, kThreads);
+    const cudaError_t error =
+        launch_early(pack, dim3(p.m, blocks), 1, dim3(kThreads), 0, stream, p);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_tile<T>(product<T>, p, stream);
 }
 
 }  // namespace
