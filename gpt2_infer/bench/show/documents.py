@@ -54,6 +54,11 @@ def ladder(family: str, *tasks: str, chapter: str = "") -> None:
     _print(ladders.sections(family, [_newest(task)[1] for task in tasks], chapter))
 
 
+def changes(*titles: str) -> None:
+    """Print the lines of code that each version adds and removes; see ladders.changes()."""
+    _print(ladders.changes(*titles))
+
+
 def predictions(task: str, measured: str, *, rows: str = "", columns: str = "") -> None:
     """Print a task's predictions next to the times of the same version files."""
     path, file = _newest(task)

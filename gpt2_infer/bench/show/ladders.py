@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -102,6 +104,35 @@ def sections(family: str, measured: Sequence[File], part: str = "") -> str:
             + (f" **Measured:** {'; '.join(facts)}." if facts else "")
         )
     return "\n\n".join(texts) + "\n"
+
+
+def changes(*titles: str) -> str:
+    """Return a table of the lines of code that each version adds and removes.
+
+    titles: of the columns, a family and perhaps one of its CHAPTERS. A version is compared with its
+    predecessor, whose number is shown unless it is in the cell above.
+    """
+    columns = (_changes(*title.split()) for title in titles)
+    return markdown(titles, [*itertools.zip_longest(*columns, fillvalue="")])
+
+
+def _changes(family: str, part: str = "") -> Iterator[str]:
+    versions, above = ladder.versions(family), None
+    predecessors = ladder.predecessors(versions)
+    for name, version in chapter(family, part).items():
+        before = versions.get(predecessors[name] or "")
+        old, new = _code(before) if before else [], _code(version)
+        blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+        same = sum(block.size for block in blocks)
+        other = f" ({before.number})" if before and before is not above else ""
+        yield f"{version.number}{other} +{len(new) - same} -{len(old) - same}"
+        above = version
+
+
+def _code(version: VersionHeader) -> list[str]:
+    """Return a version's lines without comments and blank lines, with single spaces."""
+    text = re.sub("//.*", "", version.path.read_text("utf-8"))
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
 def _has(file: File, *names: str | None) -> bool:

@@ -99,6 +99,12 @@ def test_a_version_is_compared_with_the_one_before_it():
     assert "**Measured:** the kernel alone at N=1024: refused, not here." in text
 
 
+def test_lines_of_code_are_compared_with_the_predecessor():
+    text = ladders.changes("fa1", "fp32 study")
+    assert re.search(r"\| +1 \+\d+ -0 +\| +1 \+\d+ -0 +\|", text)  # a first version is new
+    assert re.search(r"\| +4 \(1\) \+\d\d -\d\d +\| +4 \+0 -0 +\|", text)
+
+
 def test_every_version_is_in_one_chapter():
     parts = [[*ladders.chapter("fp32", name)] for name in ladders.CHAPTERS]
     assert [*itertools.chain(*parts)] == [*ladder.versions("fp32")]
