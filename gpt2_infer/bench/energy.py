@@ -13,7 +13,7 @@ import torch
 from gpt2_infer.bench.record import Row
 
 MIN_SECONDS = 1.0
-WARM_UP_SECONDS = 0.5  # what the counter shows is up to two advances old
+WARM_UP_SECONDS = 0.3  # of them: what the counter shows is up to two advances old
 POLL_SECONDS = 2e-3  # it advances only ten times per second
 
 
@@ -39,25 +39,29 @@ def open_counter(device: str) -> Callable[[], float] | str:
 def measure(contender: str, call: Callable[[], Any], device: str) -> Row:
     """Return a row with the joules per call, from at least MIN_SECONDS of calls.
 
-    They are the power between the counter's first advance and its last, times the seconds of a
-    call. call() must wait for the device. The row has a reason and no sample without a counter.
+    They are the power between the counter's first advance after WARM_UP_SECONDS and its last, times
+    the seconds of a call. call() must wait for the device. The row has a reason and no sample
+    without a counter.
     """
     row = Row(contender=contender, metric="energy", unit="J")
     counter = open_counter(device)
     if isinstance(counter, str):
         row.status, row.reason = "refused", counter
         return row
-    _repeat(call, WARM_UP_SECONDS)
     reads, ended = list[tuple[float, float]](), threading.Event()
 
     def watch() -> None:
+        ended.wait(WARM_UP_SECONDS)
         while not ended.wait(POLL_SECONDS):
             reads.append((counter(), time.perf_counter()))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    calls, started = 0, time.perf_counter()
     try:
-        calls, seconds = _repeat(call, MIN_SECONDS)
+        while (seconds := time.perf_counter() - started) < MIN_SECONDS:
+            call()
+            calls += 1
     finally:
         ended.set()
         watcher.join()
@@ -69,12 +73,3 @@ def measure(contender: str, call: Callable[[], Any], device: str) -> Row:
     row.samples = [float(f"{joules / passed * seconds / calls:.6g}")]
     row.extra = {"calls": calls, "seconds": round(seconds, 3)}
     return row
-
-
-def _repeat(call: Callable[[], Any], least_s: float) -> tuple[int, float]:
-    """Call until some seconds have passed; return the number of calls and the seconds."""
-    calls, started = 0, time.perf_counter()
-    while (seconds := time.perf_counter() - started) < least_s:
-        call()
-        calls += 1
-    return calls, seconds

@@ -23,7 +23,6 @@ import torch
 
 from attention_kernels import AttentionError, BackendSpec, UnavailableBackendError, ladder, registry
 from attention_kernels.errors import UnsupportedError
-from attention_kernels.inspection import resources
 from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.judge import plugins
 from attention_kernels.ladder.compilers import BuildError
@@ -49,7 +48,7 @@ MODES: dict[str, tuple[study.Mode, int]] = {
     "kv-cache": ("kv-cache", 1),
     "batch of 8": ("recompute", 8),
 }
-ROUNDS = 3  # of texts
+ROUNDS = 2  # of texts
 RESULTS = Path(__file__).parents[2] / "results"
 MEASURED_MODEL = "gpt2"  # in the results from which a model's time is predicted
 PREDICTED_LENGTHS = (32, 128, 256, 512)  # others are interpolated
@@ -107,6 +106,7 @@ class Question:
             self.tokens = min(self.tokens, 128)  # transformers' loop takes milliseconds per token
         generation.check_length(self.tokens, self.prompt, config)
         self.cell = KernelCell(self.longest, 1, config.n_head, config.head_dim, dtype=dtype)
+        self.predicted = list[Row]()
 
     @property
     def best(self) -> BackendSpec:
@@ -154,15 +154,16 @@ def begin(question: Question) -> list[threading.Thread]:
         ladder.build_all("cuda", [question.chosen(best, n) for n in lengths])
 
     def predictor() -> None:
-        if (card := _present()) and (version := question.version(question.spec)):
+        spec = question.chosen(question.spec, question.longest)
+        if (card := _present()) and (version := question.version(spec)):
             with contextlib.suppress(BuildError):  # the judge says so
-                resources.recorder(version)
-                resources.compile_version(version, gpus()[card].arch)
+                question.predicted = _predict(spec.name, version, [question.cell], card)
 
     def products() -> None:
-        model = GPT2.from_pretrained(DEMO_MODEL, device="cuda", dtype=question.dtype)
-        if not Forward.refusals(model, 1):
-            Forward(model)  # any model's kernels are the same
+        how: dict[str, Any] = {"random_weights": question.random_weights, "attention": BASELINE}
+        model = hf_models.load(question.model, device="cuda", dtype=question.dtype, **how)
+        if isinstance(model, GPT2) and not Forward.refusals(model, 1):
+            Forward(model)
 
     if question.device != "cuda":
         return []
@@ -191,21 +192,22 @@ def _timed(question: Question) -> File:
     config, device, dtype = question.config, question.device, question.dtype
     backends = [question.what, question.best.name]
     settings: dict[str, Any] = {"backends": backends, "dtypes": [dtype]}
-    settings |= {"device": device} | ({"rounds": 2} if question.quick else {})
-    file = study.run(study.KernelStudy(cells=[question.cell], **settings))
+    settings["device"] = device
+    file = study.run(study.KernelStudy(cells=[question.cell], rounds=5, **settings))
     registry.import_adopted()
     spec = question.chosen(ladder.resolve(question.what), question.longest)
     if card := _present():
-        file.rows += _predict(spec.name, question.version(spec), [question.cell], card)
+        version = question.version(spec)
+        file.rows += question.predicted or _predict(spec.name, version, [question.cell], card)
     settings |= {"model": question.model, "random_weights": question.random_weights}
-    settings |= {"decoder": BASELINE, "examine": True, "rounds": 2 if question.quick else ROUNDS}
+    settings |= {"decoder": BASELINE, "examine": True, "rounds": ROUNDS}
     for label, (mode, batch) in MODES.items():
         prompt, tokens = question.prompt, question.tokens
         if label == "prefill":
             tokens = question.longest
             prompt = [i % config.vocab_size for i in range(tokens - 1)]
         elif batch > 1:
-            tokens = max(tokens // 2, len(prompt) + 1)  # it takes longest
+            tokens = max(tokens // 4, len(prompt) + 1)  # it takes longest
         cells: dict[str, Any] = {"modes": [mode], "batch_sizes": [batch], "max_tokens": [tokens]}
         cells["energy"] = label == "recompute" and not question.quick  # it takes seconds
         found = study.run(study.GenerationStudy(prompt=prompt, **cells, **settings))
@@ -238,6 +240,8 @@ def _predict(
         row = Row(contender=name, metric="predicted time", unit="us", reason=reason)
         return [row for _ in cells]
     one = functools.partial(prediction.predict_version, name, version, gpu=gpu)
+    if len(cells) == 1:
+        return [one(cells[0])]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         return [*pool.map(one, cells)]
 

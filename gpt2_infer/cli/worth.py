@@ -52,7 +52,7 @@ def worth(
         max_tokens: length of texts, of the long prompt and of the kernel alone, in tokens
             (default: 512, and the model's positions; on a CPU, 64 and 512)
         gpu: GPU to predict for, if the kernel would run emulated: h200, h100, a100, t4 or rtx4090
-        quick: verify with fewer checks, time two rounds, and measure no energy
+        quick: verify with fewer checks, and measure no energy
         out: HTML file for the table and two pictures
     """
     asked = {k: v for k, v in locals().items() if k not in ("name", "entry", "out")}

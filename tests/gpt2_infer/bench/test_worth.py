@@ -120,8 +120,7 @@ def test_no_plug_in_is_imported_while_the_judge_works(plugin, monkeypatch):
     plugin("")
     question = worth.Question("CUSTOM_CUDA_VERSION_2", device="cpu")
     question.device = "cuda"
-    monkeypatch.setattr(worth, "GPT2", mock.Mock())
-    monkeypatch.setattr(worth.Forward, "refusals", lambda *_: ["not in this test"])
+    monkeypatch.setattr(worth.hf_models, "load", mock.Mock())
     before = {*threading.enumerate()}
     worth.begin(question)
     for thread in {*threading.enumerate()} - before:
