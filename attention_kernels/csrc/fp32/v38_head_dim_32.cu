@@ -2,12 +2,14 @@
 //
 // From:   v36
 // Change: a row of 128 bytes of an operand is 32 columns of hi and the same of lo. Where warpgroups do
-//         not divide the keys, three of them compute, 192 queries in a block. Blocks are counted from the
-//         end: the first may begin before the first query.
-// Why:    with half the columns, Q, O and P V take half the registers, and two warpgroups leave the
-//         tensor cores idle: a product takes half as long, the softmax as long as before.
-// Cost:   160 registers per thread that computes instead of 240. A product of 32 columns reads P as often
-//         as one of 64, so that P V takes more than half the time of head_dim 64.
+//         not divide the keys, three of them compute instead of two. Blocks are counted from the end, so
+//         that the first one has the rows that are left.
+// Why:    at head_dim 32 the products take about half the time, and the softmax as long as before: two
+//         warpgroups leave the tensor cores idle. Half the registers for Q, O and P V make room for a
+//         third. 192 seldom divides the length, and in a last block of few rows all warpgroups would go
+//         through all keys.
+// Cost:   160 registers per thread, of which S, P, Q, O and P V take 112. A head has fewer blocks to
+//         spread out.
 // Tile:   kBlockM x kBlockN = 192 x 64, block 512; 64 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 32
