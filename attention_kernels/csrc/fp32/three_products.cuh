@@ -3,7 +3,7 @@
 // longer than a tile. Float16 has few exponents, so each row of Q and K, and each column of a tile of
 // V, is first scaled by a power of two, and so is P.
 //
-// Versions 21 to 27 share the first part, 28 to 30 and 34 to 37 all, because it is what makes their
+// Versions 21 to 27 share the first part, 28 to 30 and 34 to 38 all, because it is what makes their
 // results right, and none of them is faster than another for it: they differ in when they copy,
 // multiply and wait, which is in their files. A version that does something of this in a faster way
 // defines a function of its own.
@@ -123,24 +123,24 @@ inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[k
 
 // ---- K and V, split into tiles of kBlockN keys --------------------------------------------------
 
-// An operand has kHeadDim / kColumns blocks of kColumns columns, one after the other. A block is 64
-// rows of 128 bytes, in which the 16-byte chunk c of row r lies where chunk c ^ (r % 8) would: so
-// wgmma reads it. A tile's hi is an operand, and its lo the next one.
+// A tile's hi and lo are operands. Their 2 * kHeadDim columns, first those of hi, are in blocks of
+// kColumns columns, one after the other. A block is 64 rows of 128 bytes, in which the 16-byte chunk c
+// of row r lies where chunk c ^ (r % 8) would: so wgmma reads it.
 constexpr int kBlockN = 64;
 constexpr int kColumns = 64;
 constexpr int kRowBytes = sizeof(half) * kColumns;
 constexpr int kColumnsBytes = kBlockN * kRowBytes;
 
 template <int kHeadDim>
-constexpr int kOperandBytes = kHeadDim / kColumns * kColumnsBytes;
+constexpr int kOperandBytes = kHeadDim * kColumnsBytes / kColumns;
 
-// Returns the place of column d of row r in an operand.
-inline __device__ int place_of(int r, int d) {
+// Returns the place of column d of row r of hi; a column of lo is kHeadDim further on.
+inline __device__ constexpr int place_of(int r, int d) {
   const int block = d / kColumns * kColumnsBytes;
   return block + (r * kRowBytes + (d % kColumns / 8 ^ r % 8) * 16 + d % 8 * 2);
 }
 
-// Splits x, four columns of row r, and stores hi in an operand and lo in the next one.
+// Splits x, four columns of row r, and stores hi and lo.
 template <int kHeadDim>
 inline __device__ void store_split(unsigned char* operand, int r, int d, float4 x, float4 scale) {
   uint2 hi, lo;
@@ -148,7 +148,8 @@ inline __device__ void store_split(unsigned char* operand, int r, int d, float4 
   split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
   unsigned char* to = operand + place_of(r, d);
   *reinterpret_cast<uint2*>(to) = hi;
-  *reinterpret_cast<uint2*>(to + kOperandBytes<kHeadDim>) = lo;
+  to = kHeadDim < kColumns ? operand + place_of(r, d + kHeadDim) : to + kOperandBytes<kHeadDim>;
+  *reinterpret_cast<uint2*>(to) = lo;
 }
 
 // Four columns of every kApart-th row of a tile: what one of kThreads threads splits
@@ -230,21 +231,24 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
 // Lane l of warp w of a warpgroup holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on (r = 1),
 // at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
 
-// Q or P with 64 columns, hi and lo, as operand A of products
+// Q or P, hi and lo, as operand A of products: of kCount, or with 64 columns of kSteps
 constexpr int kStep = 16;  // columns of A, rows of B, in one product
 constexpr int kSteps = 64 / kStep;
-struct Split {
-  unsigned hi[kSteps][4], lo[kSteps][4];
+template <int kCount>
+struct SplitOf {
+  unsigned hi[kCount][4], lo[kCount][4];
 };
+using Split = SplitOf<kSteps>;
 
 // Scales and splits a lane's pairs of row i of Q, 0 or 1, whose largest number among them is given.
 // Returns what scales the row's scores to units of log(2).
-inline __device__ float split_q(Split& rQ, int i, const float2 (&pairs)[8], float largest,
-                                float softmax_scale) {
+template <int kCount>
+inline __device__ float split_q(SplitOf<kCount>& rQ, int i, const float2 (&pairs)[2 * kCount],
+                                float largest, float softmax_scale) {
   const int exponent = exponent_of(reduce_max(largest));
   const float scale = power_of_two(kTop - exponent);
   const float undo = softmax_scale * 1.4426950408889634f * power_of_two(exponent - kTop);
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < 2 * kCount; ++j) {
     const int at = j % 2 * 2 + i;
     split(pairs[j].x * scale, pairs[j].y * scale, rQ.hi[j / 2][at], rQ.lo[j / 2][at]);
   }
@@ -253,13 +257,13 @@ inline __device__ float split_q(Split& rQ, int i, const float2 (&pairs)[8], floa
 
 constexpr int kScores = kBlockN / 2;  // elements of S per lane
 
-// sums = A B by a warpgroup, small products first. The hi of B is at `b`, its lo in the next operand; a
-// step is kStepBytes further on.
-template <int kHeadDim, bool kTransposed, int kStepBytes, int kCount>
-inline __device__ void multiply(float (&sums)[kCount], Split& a, const unsigned char* b) {
+// sums = A B by a warpgroup, small products first. The hi and lo of B are at `b`; a step is kStepBytes
+// further on.
+template <int kHeadDim, bool kTransposed, int kStepBytes, int kCount, int kSteps>
+inline __device__ void multiply(float (&sums)[kCount], SplitOf<kSteps>& a, const unsigned char* b) {
   constexpr int kNextColumns = kCount > kColumns / 2 ? kColumnsBytes : 0;
   const uint64_t hi = ptx::matrix_descriptor(b, kNextColumns);
-  const uint64_t lo = ptx::matrix_descriptor(b + kOperandBytes<kHeadDim>, kNextColumns);
+  const uint64_t lo = ptx::matrix_descriptor(b + place_of(0, kHeadDim), kNextColumns);
   ptx::multiply_fence(sums, a.hi, a.lo);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -274,9 +278,11 @@ inline __device__ void multiply(float (&sums)[kCount], Split& a, const unsigned 
   ptx::multiply_commit();
 }
 
-// S = Q K^T, with a head_dim of 64
-inline __device__ void multiply_qk(float (&rS)[kScores], Split& rQ, const unsigned char* sK) {
-  multiply<64, false, kStep * sizeof(half)>(rS, rQ, sK);
+// S = Q K^T, with a head_dim of kStep * kCount: 32 or 64
+template <int kCount>
+inline __device__ void multiply_qk(float (&rS)[kScores], SplitOf<kCount>& rQ,
+                                   const unsigned char* sK) {
+  multiply<kStep * kCount, false, kStep * sizeof(half)>(rS, rQ, sK);
 }
 
 // PV = P V. V's rows are rows of B, where K's are columns.

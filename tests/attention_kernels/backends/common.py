@@ -33,8 +33,10 @@ QUICK = {
 
 
 EMULATED = [one for one in ladder.versions().items() if not one[1].is_host]
-# The last version of each ladder for each precision, and for each need of a single architecture.
-NEWEST = {(v.path.parent, v.precision, v.needs_exactly): name for name, v in EMULATED}.values()
+# The last version of each ladder for each precision, and for a single architecture by head_dim.
+NEWEST = {
+    (v.path.parent, v.precision, v.needs_exactly and v.head_dims): name for name, v in EMULATED
+}.values()
 # Building one takes a second or two, so the others are emulated only by the GPU suite,
 # whose machine has more cores.
 OLDER = {name for name, _ in EMULATED} - {*NEWEST}
