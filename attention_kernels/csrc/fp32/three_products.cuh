@@ -3,10 +3,10 @@
 // longer than a tile. Float16 has few exponents, so each row of Q and K, and each column of a tile of
 // V, is first scaled by a power of two, and so is P.
 //
-// Versions 21 to 27 share the first part, 28 to 30 and 34 to 38 all, because it is what makes their
+// Versions 21 to 27 share the first part, 28 to 30 and 34 to 39 all, because it is what makes their
 // results right, and none of them is faster than another for it: they differ in when they copy,
 // multiply and wait, which is in their files. A version that does something of this in a faster way
-// defines a function of its own.
+// defines a function of its own; versions 38 and 39 share a softmax, which is here, too.
 
 #pragma once
 
@@ -241,18 +241,24 @@ struct SplitOf {
 using Split = SplitOf<kSteps>;
 
 // Scales and splits a lane's pairs of row i of Q, 0 or 1, whose largest number among them is given.
-// Returns what scales the row's scores to units of log(2).
+// Returns the exponent of what undoes the scale.
 template <int kCount>
-inline __device__ float split_q(SplitOf<kCount>& rQ, int i, const float2 (&pairs)[2 * kCount],
-                                float largest, float softmax_scale) {
+inline __device__ int split_row(SplitOf<kCount>& rQ, int i, const float2 (&pairs)[2 * kCount],
+                                float largest) {
   const int exponent = exponent_of(reduce_max(largest));
   const float scale = power_of_two(kTop - exponent);
-  const float undo = softmax_scale * 1.4426950408889634f * power_of_two(exponent - kTop);
   for (int j = 0; j < 2 * kCount; ++j) {
     const int at = j % 2 * 2 + i;
     split(pairs[j].x * scale, pairs[j].y * scale, rQ.hi[j / 2][at], rQ.lo[j / 2][at]);
   }
-  return undo;
+  return exponent - kTop;
+}
+
+// The same, but returns what scales the row's scores to units of log(2).
+template <int kCount>
+inline __device__ float split_q(SplitOf<kCount>& rQ, int i, const float2 (&pairs)[2 * kCount],
+                                float largest, float softmax_scale) {
+  return softmax_scale * 1.4426950408889634f * power_of_two(split_row(rQ, i, pairs, largest));
 }
 
 constexpr int kScores = kBlockN / 2;  // elements of S per lane
@@ -341,13 +347,83 @@ inline __device__ float2 softmax(float (&rS)[kScores], Statistics& rows) {
   return make_float2(row_scale[0], row_scale[1]);
 }
 
-// An accumulator's elements are in the order of operand A.
-inline __device__ void split_p(Split& rP, const float (&rS)[kScores]) {
+// Splits P, after a multiplication by `scale`. An accumulator's elements are in the order of operand A.
+inline __device__ void split_p(Split& rP, const float (&rS)[kScores], float scale = kScaleP) {
 #pragma unroll
   for (int i = 0; i < kScores / 2; ++i) {
-    split(rS[2 * i] * kScaleP, rS[2 * i + 1] * kScaleP, rP.hi[i / 4][i % 4], rP.lo[i / 4][i % 4]);
+    split(rS[2 * i] * scale, rS[2 * i + 1] * scale, rP.hi[i / 4][i % 4], rP.lo[i / 4][i % 4]);
   }
 }
+
+// ---- A softmax with two multiplications fewer per score (versions 38 and 39) --------------------
+
+// A scale of scores in units of log(2): a mantissa from 1/2 to 1, its negative or 0, and an exponent
+struct Scale {
+  float mantissa;
+  int exponent;
+
+  explicit __device__ Scale(float softmax_scale) {
+    const unsigned bits = __float_as_uint(softmax_scale * 1.4426950408889634f);
+    mantissa = softmax_scale == 0.0f ? 0.0f : __uint_as_float((bits & 0x807fffff) | 0x3f000000);
+    exponent = static_cast<int>(bits >> 23 & 0xff) - 126;
+  }
+};
+
+// Multiplies a row of Q by the mantissa and splits it. Returns what scales the row's scores to units of
+// log(2), a power of two.
+template <int kCount>
+inline __device__ float split_q(SplitOf<kCount>& rQ, int i, float2 (&pairs)[2 * kCount],
+                                Scale scale) {
+  float largest = 0.0f;
+  for (float2& x : pairs) {
+    x = make_float2(x.x * scale.mantissa, x.y * scale.mantissa);
+    largest = largest_of(largest, x);
+  }
+  const int exponent = split_row(rQ, i, pairs, largest) + scale.exponent;
+  return power_of_two(min(max(exponent, -126), kMost));
+}
+
+// Undoes the scales of K.
+inline __device__ void scale_columns(float (&rS)[kScores], const float* k_scales) {
+  const float* lane_scales = k_scales + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int j = 0; j < kBlockN / 8; ++j) {
+    const float2 k_scale = load2(lane_scales, 8 * j);
+    for (int i = 0; i < 4; ++i) rS[4 * j + i] *= i % 2 ? k_scale.y : k_scale.x;
+  }
+}
+
+struct Offsets {
+  float offset[2] = {INFINITY, INFINITY};  // P = 2^(q_scale S + offset)
+  float row_sum[2] = {};                   // of this lane's P
+};
+
+// Replaces S by P, which is at most kScaleP. Returns what O must be multiplied by. q_scale S is exact,
+// because q_scale is a power of two, and the offset is rounded down. So the largest P of a row is at
+// least 1, however large its score.
+inline __device__ float2 softmax(float (&rS)[kScores], Offsets& rows, const float (&q_scales)[2]) {
+  constexpr float kTopP = 15.0f;  // log2(kScaleP)
+  float row_scale[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = fmaxf(rS[2 * r], rS[2 * r + 1]);
+#pragma unroll
+    for (int i = 2 * r + 4; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(rS[i], rS[i + 1]));
+    const float offset = fminf(rows.offset[r], __fmaf_rd(-q_scales[r], reduce_max(largest), kTopP));
+    row_scale[r] = exp2f(offset - rows.offset[r]);
+    rows.offset[r] = offset;
+    rows.row_sum[r] *= row_scale[r];
+#pragma unroll
+    for (int i = 2 * r; i < kScores; i += 4) {
+      rS[i] = exp2f(fmaf(q_scales[r], rS[i], offset));
+      rS[i + 1] = exp2f(fmaf(q_scales[r], rS[i + 1], offset));
+      rows.row_sum[r] += rS[i] + rS[i + 1];
+    }
+  }
+  return make_float2(row_scale[0], row_scale[1]);
+}
+
+// ---- O -----------------------------------------------------------------------------------------
 
 // O = row_scale O + PV. Tensor cores truncate sums, so that O itself must not be their accumulator.
 template <int kCount>

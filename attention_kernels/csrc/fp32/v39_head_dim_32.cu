@@ -1,23 +1,23 @@
-// v38 - head_dim 32, with three warpgroups that compute
+// v39 - head_dim 32, with three warpgroups that compute
 //
-// From:   v36
-// Change: a row of 128 bytes of an operand is 32 columns of hi and the same of lo. Where warpgroups do
-//         not divide the keys, three of them compute instead of two. Blocks are counted from the end, so
-//         that the first one has the rows that are left.
+// From:   v38
+// Change: a row of 128 bytes of an operand is 32 columns of hi and the same of lo. For long sequences
+//         three warpgroups compute instead of two. Blocks are counted from the end, so that the first
+//         one has the rows that are left.
 // Why:    at head_dim 32 the products take about half the time, and the softmax as long as before: two
 //         warpgroups leave the tensor cores idle. Half the registers for Q, O and P V make room for a
 //         third. 192 seldom divides the length, and in a last block of few rows all warpgroups would go
 //         through all keys.
 // Cost:   160 registers per thread, of which S, P, Q, O and P V take 112. A head has fewer blocks to
-//         spread out.
-// Tile:   kBlockM x kBlockN = 192 x 64, block 512; 64 x 64, block 384
+//         spread out: with 2,048 rows two warpgroups are faster.
+// Tile:   kBlockM x kBlockN = 192 x 64, block 512; 128 x 64 or 64 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 32
 // Needs:  sm_90a
 // Precision: 3xfp16
 // Flags:  --use_fast_math
-// Expect: a prediction, as it has not been timed yet: 1.3 times as fast as v25 at head_dim 32 with 4,096
-//         rows.
+// Expect: by a trial, 1.7 times as fast as v25 with 4,096 rows, and 1.3 times with 1,024 rows and 32
+//         batch entries.
 
 #include "fp32/three_products.cuh"
 
@@ -25,16 +25,14 @@ namespace attention::ATTENTION_VERSION {
 
 // A block has a warpgroup that copies and kConsumers that compute, with 64 queries each. The
 // registers are at most the multiprocessor's 65,536.
-template <bool kDividesKeys>
-constexpr int kConsumers = kDividesKeys ? 2 : 3;
-template <bool kDividesKeys>
-constexpr int kThreads = 128 * (kConsumers<kDividesKeys> + 1);
-template <bool kDividesKeys>
-constexpr int kProducerRegisters = kConsumers<kDividesKeys> > 2 ? 32 : 24;
-template <bool kDividesKeys>
-constexpr int kConsumerRegisters = kConsumers<kDividesKeys> > 2 ? 160 : 240;
-template <bool kDividesKeys>
-constexpr int kBlockM = kDividesKeys ? 64 : 64 * kConsumers<kDividesKeys>;
+template <int kBlockM>
+constexpr int kConsumers = kBlockM == 192 ? 3 : 2;
+template <int kBlockM>
+constexpr int kThreads = 128 * (kConsumers<kBlockM> + 1);
+template <int kBlockM>
+constexpr int kProducerRegisters = kBlockM == 192 ? 32 : 24;
+template <int kBlockM>
+constexpr int kConsumerRegisters = kBlockM == 192 ? 160 : 240;
 constexpr int kHeadDim = 32;
 constexpr int kStages = 4;  // tiles in shared memory
 constexpr int kSplitThreads = 256;
@@ -50,9 +48,9 @@ constexpr int kStageBytes = 2 * kPartStride;
 // Shared memory: kStages tiles, then V in float32 on the block's diagonal, in padded rows; where
 // warpgroups divide the keys, that has 64 rows, and one part of O follows.
 constexpr int kFloatRow = kHeadDim + 4;
-template <bool kDividesKeys>
+template <int kBlockM>
 constexpr int kSmemBytes =
-    kStages * kStageBytes + 64 * kConsumers<kDividesKeys> * kFloatRow * sizeof(float);
+    kStages * kStageBytes + 64 * kConsumers<kBlockM> * kFloatRow * sizeof(float);
 
 // A block has a tile of kBlockN keys of a head: of K if blockIdx.y is 0, of V if it is 1. Rows past
 // the end are zero.
@@ -134,18 +132,19 @@ inline __device__ void arrive(ptx::Barrier* barrier) {
 
 // Consumers start their products in turn: one waits until another has passed the turn to it.
 inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
-inline __device__ void pass_turn(int warpgroup) {
-  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers<false>, 256);
+template <int kConsumers>
+__device__ void pass_turn(int warpgroup) {
+  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
 }
 
-template <bool kDividesKeys>
-__global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
+template <int kBlockM>
+__global__ void __launch_bounds__(kThreads<kBlockM>, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
                      const unsigned char* __restrict__ tiles, float* __restrict__ o,
                      Strides q_strides, Strides v_strides, int seqlen, int num_heads,
                      float softmax_scale, bool is_causal) {
-  constexpr int kConsumers = ATTENTION_VERSION::kConsumers<kDividesKeys>;
-  constexpr int kBlockM = ATTENTION_VERSION::kBlockM<kDividesKeys>;
+  constexpr int kConsumers = ATTENTION_VERSION::kConsumers<kBlockM>;
+  constexpr bool kDividesKeys = kBlockM == 64;
   ATTENTION_ALIGNED_SHARED(unsigned char, s_tiles, 1024);
   float* s_diagonal = reinterpret_cast<float*>(s_tiles + kStages * kStageBytes);
   __shared__ ptx::Barrier k_full[kStages], v_full[kStages], empty[kStages], diagonal_full;
@@ -184,7 +183,7 @@ __global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
 
   // The last warpgroup copies: one thread tiles, the second warp V on the diagonal.
   if (threadIdx.x >= 128 * kConsumers) {
-    ptx::lower_registers<kProducerRegisters<kDividesKeys>>();
+    ptx::lower_registers<kProducerRegisters<kBlockM>>();
     const int thread = threadIdx.x - 128 * kConsumers;
     if (thread >= 32) {
       if (thread >= 64 || !is_causal) return;
@@ -219,7 +218,7 @@ __global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
     }
     return;
   }
-  ptx::raise_registers<kConsumerRegisters<kDividesKeys>>();
+  ptx::raise_registers<kConsumerRegisters<kBlockM>>();
 
   // The diagonal crosses the last tile of these rows.
   const int diagonal = is_causal ? m_first / kBlockN : block_tiles;
@@ -238,12 +237,8 @@ __global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
   SplitOf<kHeadDim / kStep> rQ;
   Split rP;
   float q_scales[2];
-  for (int i = 0; i < 2; ++i) {
-    float largest = 0.0f;
-    for (const float2 x : q_rows[i]) largest = largest_of(largest, x);
-    q_scales[i] = split_q(rQ, i, q_rows[i], largest, softmax_scale);
-  }
-  Statistics rows;
+  for (int i = 0; i < 2; ++i) q_scales[i] = split_q(rQ, i, q_rows[i], Scale(softmax_scale));
+  Offsets rows;
   float2 row_scale = make_float2(1.0f, 1.0f);
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
   const auto start_qk = [&](int tile) {
@@ -257,26 +252,26 @@ __global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
   };
   const auto end_turn = [&](int tile) {
     const bool is_last = warpgroup == kConsumers - 1 && tile + 1 == shared;
-    if (tile < shared && !is_last) pass_turn(warpgroup);
+    if (tile < shared && !is_last) pass_turn<kConsumers>(warpgroup);
   };
   const auto scales_of = [&](int tile) {
     return reinterpret_cast<const float*>(s_tiles + tile % kStages * kStageBytes +
                                           2 * kOperandBytes<kHeadDim>);
   };
   const auto use_s = [&](int tile) {
-    scale_scores(rS, q_scales, scales_of(tile));
+    scale_columns(rS, scales_of(tile));
     const int n_start = tile * kBlockN;
     if (tile == diagonal || n_start + kBlockN > seqlen) {
       mask(rS, n_start + n, m_first + r, seqlen, is_causal);
     }
-    return softmax(rS, rows);
+    return softmax(rS, rows, q_scales);
   };
   const auto use_pv = [&](int tile) {
     add_pv(rO, rPV, row_scale, scales_of(tile) + kPartStride / sizeof(float));
     arrive(&empty[tile % kStages]);
   };
 
-  if (shared > 0 && warpgroup == kConsumers - 1) pass_turn(warpgroup);
+  if (shared > 0 && warpgroup == kConsumers - 1) pass_turn<kConsumers>(warpgroup);
   if (first < end) {
     start_qk(first);
     end_turn(first);
@@ -285,7 +280,7 @@ __global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
   }
   int tile = first + kApart;
   for (; tile < end; tile += kApart) {
-    split_p(rP, rS);
+    split_p(rP, rS, 1.0f);
     start_qk(tile);
     start_pv(tile - kApart);
     end_turn(tile);
@@ -296,13 +291,14 @@ __global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
     row_scale = next_scale;
   }
   if (first < end && !has_diagonal) {
-    split_p(rP, rS);
+    split_p(rP, rS, 1.0f);
     start_pv(tile - kApart);
     ptx::multiply_wait<0>(rPV);
     use_pv(tile - kApart);
   }
   if (has_diagonal) {
     // A column's scale would make rows depend on keys that they do not see.
+    for (float& p : rS) p /= kScaleP;
     ptx::barrier_wait(&diagonal_full, 0);
     add_product_tf32(rO, rS, row_scale, s_diagonal + (m_first - m_start) * kFloatRow,
                      threadIdx.x % 128 / 32 * 16 + 16);
@@ -315,7 +311,7 @@ __global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
     if (warpgroup == 1) {
       for (int i = 0; i < 2; ++i) {
         store_row(s_o + (r + 8 * i) * kFloatRow, rO, i, n, 1.0f);
-        if (n == 0) s_statistics[r + 8 * i] = make_float2(rows.row_max[i], row_sum[i]);
+        if (n == 0) s_statistics[r + 8 * i] = make_float2(rows.offset[i], row_sum[i]);
       }
       ptx::named_barrier_arrive(4, 256);
       return;
@@ -323,9 +319,9 @@ __global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
     ptx::named_barrier_sync(4, 256);
     for (int i = 0; i < 2; ++i) {
       const float2 other = s_statistics[r + 8 * i];
-      const float new_max = fmaxf(rows.row_max[i], other.x);
-      const float own_scale = exp2f(rows.row_max[i] - new_max);
-      const float scale = exp2f(other.x - new_max);
+      const float offset = fminf(rows.offset[i], other.x);
+      const float own_scale = exp2f(offset - rows.offset[i]);
+      const float scale = exp2f(offset - other.x);
       row_sum[i] = row_sum[i] * own_scale + other.y * scale;
       for (int j = 0; j < kHeadDim / 8; ++j) {
         const float2 x = load2(s_o + (r + 8 * i) * kFloatRow, 8 * j + n);
@@ -337,7 +333,7 @@ __global__ void __launch_bounds__(kThreads<kDividesKeys>, 1)
 
   float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
   for (int i = 0; i < 2; ++i) {
-    const float scale = 1.0f / row_sum[i];
+    const float scale = kScaleP / row_sum[i];
     const int row = m_first + r + 8 * i;
     if (row >= 0 && row < seqlen)
       store_row(gO + row * int64_t{num_heads} * kHeadDim, rO, i, n, scale);
@@ -349,11 +345,11 @@ int64_t scratch_floats(const Params& params) {
   return heads * ceil_div(params.seqlen, kBlockN) * kTileBytes / sizeof(float);
 }
 
-template <bool kDividesKeys>
+template <int kBlockM>
 cudaError_t launch_attention(const Params& params, cudaStream_t stream) {
-  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM<kDividesKeys>));
-  return launch_early(attention_kernel<kDividesKeys>, grid, 1, dim3(kThreads<kDividesKeys>),
-                      kSmemBytes<kDividesKeys>, stream, static_cast<const float*>(params.q),
+  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
+  return launch_early(attention_kernel<kBlockM>, grid, 1, dim3(kThreads<kBlockM>),
+                      kSmemBytes<kBlockM>, stream, static_cast<const float*>(params.q),
                       static_cast<const float*>(params.v),
                       reinterpret_cast<const unsigned char*>(params.scratch),
                       static_cast<float*>(params.o), params.q_strides, params.v_strides,
@@ -374,9 +370,13 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
       reinterpret_cast<unsigned char*>(params.scratch), params.k_strides, params.v_strides,
       params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = int64_t{heads} * ceil_div(params.seqlen, kBlockM<false>);
-  return blocks < multiprocessors ? launch_attention<true>(params, stream)
-                                  : launch_attention<false>(params, stream);
+  const auto blocks = [&](int rows) { return int64_t{heads} * ceil_div(params.seqlen, rows); };
+  if (blocks(128) < multiprocessors) return launch_attention<64>(params, stream);
+  // Blocks differ in length: in a single wave, or where the first one is a large part, the larger ones
+  // are not faster.
+  return params.seqlen > 1024 && blocks(192) >= 2 * multiprocessors
+             ? launch_attention<192>(params, stream)
+             : launch_attention<128>(params, stream);
 }
 
 }  // namespace attention::ATTENTION_VERSION
