@@ -25,12 +25,14 @@ using namespace attention;
 constexpr int kChain = 64, kLoops = 8, kSlots = 8, kMultiprocessors = 132;
 enum Test {
   kFma,
+  kMultiply,
   kAdd,
   kIntegerMad,
   kLogic,
   kMax,
   kPermute,
   kPack,
+  kUnpack,
   kExponential,
   kShuffle,
   kMmaTf32,
@@ -58,6 +60,7 @@ void report(const std::string& name, double value, const char* unit = "cycles") 
 template <Test kTest>
 __device__ void execute(unsigned (&x)[4], unsigned y, unsigned z, unsigned shared) {
   if (kTest == kFma) asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+r"(x[0]) : "r"(y), "r"(z));
+  if (kTest == kMultiply) asm volatile("mul.f32 %0, %0, %1;" : "+r"(x[0]) : "r"(y));
   if (kTest == kAdd) asm volatile("add.f32 %0, %0, %1;" : "+r"(x[0]) : "r"(y));
   if (kTest == kIntegerMad)
     asm volatile("mad.lo.u32 %0, %0, %1, %2;" : "+r"(x[0]) : "r"(y), "r"(z));
@@ -65,6 +68,10 @@ __device__ void execute(unsigned (&x)[4], unsigned y, unsigned z, unsigned share
   if (kTest == kMax) asm volatile("max.f32 %0, %0, %1;" : "+r"(x[0]) : "r"(y));
   if (kTest == kPermute) asm volatile("prmt.b32 %0, %0, %1, %2;" : "+r"(x[0]) : "r"(y), "r"(z));
   if (kTest == kPack) asm volatile("cvt.rn.f16x2.f32 %0, %0, %1;" : "+r"(x[0]) : "r"(y));
+  if (kTest == kUnpack) {  // the lower half
+    asm volatile("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %0;\ncvt.f32.f16 %0, low;\n}"
+                 : "+r"(x[0]));
+  }
   if (kTest == kExponential) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+r"(x[0]));
   if (kTest == kShuffle) asm volatile("shfl.sync.bfly.b32 %0, %0, 1, 31, -1;" : "+r"(x[0]));
   if (kTest == kMmaTf32) {
@@ -230,16 +237,21 @@ __global__ void read(const uint4* from, size_t count, int rounds) {
 
 // ---- Products of warpgroups ----------------------------------------------------------------------
 
+// Fills what the products multiply with numbers of 2^-8 to 2^-1.
+__device__ void fill(unsigned char* tile, unsigned seed) {
+  for (int i = threadIdx.x; i < 16384; i += blockDim.x) {
+    const unsigned bits = (i * 2654435761u) ^ seed;
+    reinterpret_cast<unsigned*>(tile)[i] = seed ? (bits & 0x9fff9fff) | 0x1c001c00 : 0;
+  }
+  ptx::proxy_fence();
+}
+
 // Groups of kCount products of 64 x 2 kSums x 16, each waited for before the next begins.
 template <int kSums, bool kFromRegisters, int kCount>
 __global__ void __launch_bounds__(384)
     products(long long* cycles, int loops, unsigned seed, unsigned long long* nanoseconds) {
   ATTENTION_ALIGNED_SHARED(unsigned char, tile, 1024);
-  for (int i = threadIdx.x; i < 16384; i += blockDim.x) {  // numbers of 2^-8 to 2^-1
-    const unsigned bits = (i * 2654435761u) ^ seed;
-    reinterpret_cast<unsigned*>(tile)[i] = seed ? (bits & 0x9fff9fff) | 0x1c001c00 : 0;
-  }
-  ptx::proxy_fence();
+  fill(tile, seed);
   // The same in all lanes of a warp, and nvcc has to know it: it would move the descriptor to uniform
   // registers for each product.
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
@@ -274,6 +286,67 @@ __global__ void __launch_bounds__(384)
     *nanoseconds = now - from;
   }
   for (float x : sums) sink[threadIdx.x] += x;
+}
+
+// Warpgroup 0 multiplies, 48 products at a time, until warpgroup 1 has executed kTest kChain times
+// in each of its loops, each waiting for the one kApart before it. kSums = 0: without products.
+// found: cycles of the loops, products, nanoseconds.
+template <Test kTest, int kApart, int kSums, bool kFromRegisters>
+__global__ void __launch_bounds__(256) beside(long long* found, int loops, unsigned seed) {
+  ATTENTION_ALIGNED_SHARED(unsigned char, tile, 1024);
+  __shared__ alignas(16) unsigned words[128];
+  __shared__ volatile int stop;
+  if (threadIdx.x == 0) stop = 0;
+  const unsigned base = ptx::shared_address(words);
+  if (threadIdx.x < 128) words[threadIdx.x] = base + threadIdx.x / 4 * 16;
+  fill(tile, seed);
+  __syncthreads();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // as in products()
+  if (warpgroup == 0) {
+    long long count = 0;
+    if constexpr (kSums > 0) {
+      const uint64_t a = ptx::matrix_descriptor(tile);
+      const uint64_t b = ptx::matrix_descriptor(tile + 32768, 16384);
+      float sums[kSums] = {};
+      unsigned rA[4][4];
+      for (int i = 0; i < 16; ++i)
+        rA[i / 4][i % 4] = ((threadIdx.x * 16 + i) * 2654435761u & 0x9fff9fff) | 0x1c001c00;
+      for (; !__shfl_sync(~0u, stop, 0); count += 48) {
+        ptx::multiply_fence(sums, rA[0], rA[1], rA[2], rA[3]);
+#pragma unroll
+        for (int i = 0; i < 48; ++i) {
+          if constexpr (kFromRegisters)
+            ptx::multiply<false, true>(sums, rA[i % 4], ptx::advance(b, i % 4 * 2048));
+          else
+            ptx::multiply<false>(sums, ptx::advance(a, i % 4 * 32), ptx::advance(b, i % 4 * 32));
+        }
+        ptx::multiply_commit();
+        ptx::multiply_wait<0>(sums);
+      }
+      for (float x : sums) sink[threadIdx.x] += x;
+    }
+    if (threadIdx.x == 0 && blockIdx.x == 0) found[1] = count;
+    return;
+  }
+  unsigned long long from, to;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(from));
+  const long long begin = clock64();
+  unsigned x[kApart][4];
+  for (auto& slot : x)
+    for (unsigned& word : slot) word = kTest == kLoad ? base + threadIdx.x % 32 * 16 : threadIdx.x;
+  for (int loop = 0; loop < loops; ++loop) {
+#pragma unroll
+    for (int i = 0; i < kChain; ++i) execute<kTest>(x[i % kApart], threadIdx.x, seed, 0);
+  }
+  stop = 1;
+  if (threadIdx.x == 128 && blockIdx.x == 0) {
+    found[0] = clock64() - begin;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(to));
+    found[2] = to - from;
+  }
+  unsigned sum = 0;
+  for (auto& slot : x) sum += slot[0] + slot[1];
+  sink[threadIdx.x] += sum;
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------
@@ -731,6 +804,27 @@ void clock_under(const char* name, int warpgroups) {
   report(std::string("clock, ") + name, ghz, "GHz");
 }
 
+// The cycles of an instruction beside products, and the clock if all multiprocessors are busy.
+template <Test kTest, int kApart, int kSums, bool kFromRegisters>
+void beside_products(const std::string& name, bool all) {
+  const auto kernel = beside<kTest, kApart, kSums, kFromRegisters>;
+  const int loops = all ? 10'000 : 1000;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 66 * 1024);
+  for (int i = 0; i < (all ? 200 : 2); ++i)
+    kernel<<<all ? kMultiprocessors : 1, 256, 66 * 1024>>>(cycles, loops, 0x5bd1e995);
+  report(name, fetch() / (kChain * loops));
+  report(name + ", busy tensor cores", fetch(1) * kSums / fetch(), "of 1");
+  report(name + ", clock", fetch() / fetch(2), "GHz");
+}
+
+template <Test kTest, int kApart = 16>
+void beside_each(const std::string& name, bool all = false) {
+  beside_products<kTest, kApart, 0, false>(name + " without products", all);
+  beside_products<kTest, kApart, 32, true>(name + " beside 64x64x16 from registers", all);
+  beside_products<kTest, kApart, 32, false>(name + " beside 64x64x16 from shared memory", all);
+  beside_products<kTest, kApart, 64, true>(name + " beside 64x128x16 from registers", all);
+}
+
 // What the time of the decode step's chain depends on.
 void decode_step() {
   for (bool stores : {false, true}) {
@@ -803,12 +897,14 @@ int main() {
   cudaMalloc(&zeros, kBytes);
   cudaMemset(zeros, 0, kBytes);
   instruction<kFma>("FFMA");
+  instruction<kMultiply>("FMUL");
   instruction<kAdd>("FADD");
   instruction<kIntegerMad>("IMAD");
   instruction<kLogic>("LOP3");
   instruction<kMax>("FMNMX");
   instruction<kPermute>("PRMT");
   instruction<kPack>("F2FP");
+  instruction<kUnpack>("HADD2.F32");
   instruction<kExponential>("MUFU.EX2");
   instruction<kShuffle>("SHFL");
   instruction<kMmaTf32>("HMMA.1688.TF32");
@@ -914,6 +1010,19 @@ int main() {
   clock_under<64, true, 4>("groups of 4 64x128x16 from registers, 1 warpgroup", 1);
   clock_under<32, false, 8>("groups of 8 64x64x16 from shared memory, 2 warpgroups", 2);
   clock_under<64, true, 8>("groups of 8 64x128x16 from registers, 2 warpgroups", 2);
+  beside_each<kFma>("FFMA");
+  beside_each<kFma, 1>("FFMA latency");
+  beside_each<kMultiply>("FMUL");
+  beside_each<kMax>("FMNMX");
+  beside_each<kPack>("F2FP");
+  beside_each<kUnpack>("HADD2.F32");
+  beside_each<kIntegerMad>("IMAD");
+  beside_each<kExponential>("MUFU.EX2");
+  beside_each<kExponential, 1>("MUFU.EX2 latency");
+  beside_each<kShuffle>("SHFL");
+  beside_each<kLoad>("LDS, 4-way conflict");
+  beside_each<kFma>("on all multiprocessors, FFMA", true);
+  beside_each<kExponential>("on all multiprocessors, MUFU.EX2", true);
   std::printf("\n}\n");
   const cudaError_t error = cudaGetLastError();
   std::fprintf(stderr, "%s\n", cudaGetErrorString(error));

@@ -264,7 +264,7 @@ def parse(text: str) -> dict[str, list[Instruction]]:
     """Return the instructions of each kernel in cuobjdump's output, by mangled name."""
     kernels: dict[str, list[Instruction]] = {}
     for part in re.split(r"\n\s*Function : ", text)[1:]:
-        code: list[Instruction] = []
+        code = kernels[part.split("\n", 1)[0].strip()] = []
         kept: set[tuple[int, str]] = set()  # operands that the previous instruction marked .reuse
         for found in _LINE.finditer(part):
             sources = list(enumerate(re.findall(r"\bR\d+\b(?:\.reuse)?", found["operands"])))
@@ -289,7 +289,6 @@ def parse(text: str) -> dict[str, list[Instruction]]:
                 registers=(len(read) - odd, odd),
             )
             code.append(one)
-        kernels[part.split("\n", 1)[0].strip()] = code
     return kernels
 
 
@@ -338,9 +337,8 @@ def _value(text: str, size: int, number: int, buffer: re.Match[str] | None) -> b
     """Return an argument's bytes."""
     address = _FIRST_BUFFER + number << _BUFFER_BITS
     if buffer and buffer["box"]:
-        return _map_of(
-            address, int(buffer["bits"]) // 8, _axes(buffer["sizes"]), _axes(buffer["box"])
-        )
+        element, sizes = int(buffer["bits"]) // 8, _axes(buffer["sizes"])
+        return _map_of(address, element, sizes, _axes(buffer["box"]))
     if buffer or text == "ptr":
         return address.to_bytes(size, "little")
     if text.startswith("@"):

@@ -132,8 +132,7 @@ def _shares(
 
 
 def _line_table(cubin: Path) -> dict[str, list[list[tuple[str, int]]]]:
-    command = [find_disassembler("nvdisasm"), "-gi", "-c", str(cubin)]
-    return parse(compilers.output_of(command))
+    return parse(compilers.output_of([find_disassembler("nvdisasm"), "-gi", "-c", str(cubin)]))
 
 
 def parse(text: str) -> dict[str, list[list[tuple[str, int]]]]:
@@ -163,9 +162,7 @@ def own_lines(instructions: Iterable[Iterable[tuple[str, int]]], name: str) -> l
     A lambda in the kernel is the kernel's own code. The first instruction is on the kernel's first
     line; functions that it calls are above it.
     """
-    found = [
-        tuple(line for file, line in frames if Path(file).name == name) for frames in instructions
-    ]
+    found = [tuple(x for file, x in some if Path(file).name == name) for some in instructions]
     first = found[0][0] if found and found[0] else 0
     for at, lines in enumerate(found):
         inner = lines

@@ -202,7 +202,6 @@ def _needs(
 ) -> dict[str, float]:
     """Return the microseconds that each resource needs for a grid, given its counts."""
     rate = gpu.multiprocessors * hertz
-    lines = total["lines"]
     wavefronts = sum(total[kind] for kind in ("loads", "stores", "copies"))
     integer = total["integer"] + total["multiply"]
     tensor = total["tensor"] * gpu.tensor_cycles / SCHEDULERS
@@ -213,9 +212,9 @@ def _needs(
         "integer arithmetic": integer * WARP / gpu.integer_lanes / rate,
         "special functions": total["special"] * WARP / gpu.special_lanes / rate,
         "tensor cores": tensor / rate,
-        LOAD_STORE_UNIT: (wavefronts + lines + total["shuffle"]) / rate,
+        LOAD_STORE_UNIT: (wavefronts + total["lines"] + total["shuffle"]) / rate,
         "shared memory": (wavefronts + total["tiles"] + total["operands"]) / rate,
-        "L1": lines / rate,
+        "L1": total["lines"] / rate,
         "L2": total["misses"] * SECTOR / gpu.l2_bytes_per_cycle / hertz,
         "memory": min_bytes / gpu.memory_gb_s / 1e3,
     }
@@ -224,9 +223,7 @@ def _needs(
 def _sum(each: Sequence[tuple[int, Prediction]]) -> Prediction:
     """Add up the predictions of a call's launches, given how often each occurs."""
     first = each[0][1]
-    needs = {
-        name: sum(count * one.needs_us[name] for count, one in each) for name in first.needs_us
-    }
+    needs = {x: sum(count * one.needs_us[x] for count, one in each) for x in first.needs_us}
     added: dict[str, Any] = {
         field.name: sum(count * getattr(one, field.name) for count, one in each)
         for field in dataclasses.fields(Prediction)

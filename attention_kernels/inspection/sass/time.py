@@ -42,6 +42,15 @@ _PORT = {"shared": 2.0, "shuffle": 4.0}
 # line that is not there arrives. A loop of the probe takes 1.04 cycles per instruction within
 # 32 KB, 1.14 if it is half a percent longer, as with four lines in a set, and 2.22 at 64 KB.
 _LINE, _SETS, _WAYS, _FETCH = 8, 64, 4, 10.8
+# While tensor cores execute a product of a warpgroup, they have the ports of the registers about
+# half of the time. Other instructions keep their pipes busy longer by these factors, and their
+# results come some cycles later.
+_BESIDE = {"fma": 2.0, "multiply": 2.0, "integer": 2.0, "special": 1.3, "HADD2": 4.0}
+# Those cycles; and the cycles by which these instructions delay products if none is between them.
+_LATER, _DELAY, _DELAYING = 3, 0.2, ("FFMA", "FMUL", "FADD")
+# Cycles per wavefront of a load or a shuffle beside products that load operands half of the time,
+# as those from registers do, and the cycles more beside those that always do.
+_WAVEFRONT = (3.3, 5.8)
 _QUEUE = 40  # warps wait while this many wavefronts are outstanding
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
@@ -53,8 +62,7 @@ _MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
 
 # ---- Stalls --------------------------------------------------------------------------------------
 
-SELECTED = "selected"
-NOT_SELECTED = "not selected"
+SELECTED, NOT_SELECTED = "selected", "not selected"
 LONG, SHORT = "long scoreboard", "short scoreboard"
 MIO, WAIT = "MIO throttle", "wait"
 EXITED = "exited"
@@ -238,9 +246,9 @@ class Multiprocessor:
         return self.end, [block.issued for block in self.blocks]
 
     def _start(self, works: Sequence[Work], most: float) -> None:
-        # When the load-store unit, L2 and the tensor cores have served all requests so far.
-        self.shared = self.l2 = self.products = 0.0
-        self.end = 0.0
+        # When the load-store unit, L2, the tensor cores and all units have served all requests so
+        # far; and the cycles per wavefront beside the latest product.
+        self.shared = self.l2 = self.products = self.end = self.wavefront = 0.0
         starts = [[0] * len(work.warps) for work in works]
         if most < sum(work.counts["issue"] for work in works):  # each block starts at another point
             # A block that waits for copies begins with a long wait, which is not part of the pace.
@@ -266,8 +274,7 @@ class Multiprocessor:
         cause: the instruction for which it waits, if that is another one.
         """
         if self.stalls is not None and until > warp.watched:
-            index = warp.index
-            stall = Stall(index, reason, index if cause is None else cause)
+            stall = Stall(warp.index, reason, warp.index if cause is None else cause)
             self.stalls[stall] += until - warp.watched
             warp.watched = until
 
@@ -327,15 +334,13 @@ class Multiprocessor:
                 scheduler.banks[bank] = max(scheduler.banks[bank], now) + count
         block.issued += 1
         warp.issued = now
-        scheduler.pipes[pipe] = now + self.busy[pipe]
-        if pipe == "multiply":
-            scheduler.pipes["fma"] = max(scheduler.pipes["fma"], now + 1)
+        later = self._occupy(one, pipe, scheduler, now)
         read, served, done = self._serve(one, pipe, scheduler, now, request)
         reason = LONG if pipe == "global" else SHORT
-        warp.release(one.writes, (done, index, reason))
+        warp.release(one.writes, (done + later, index, reason))
         warp.release(one.reads, (read, index, reason))
         # The next instruction is issued when nothing holds it back.
-        next_at = now + max(1, one.stall)
+        next_at = now + max(1, one.stall) + (later if one.stall >= _FIXED[0] else 0)
         warp.advance()
         if one.base == "LDGSTS":
             warp.copies.append(done)
@@ -348,6 +353,7 @@ class Multiprocessor:
             if one.base in PRODUCTS:
                 flop, operands = one.product
                 cycles = max(flop / self.gpu.warpgroup_flop, operands)
+                self.wavefront = _WAVEFRONT[0] + (2 * operands / cycles - 1) * _WAVEFRONT[1]
                 self.products = max(self.products, block.when[signal]) + cycles
                 block.when[signal] = done = self.products + _PRODUCT
             self._resume(block, signal)
@@ -367,6 +373,20 @@ class Multiprocessor:
             self._watch(warp, next_at, _AFTER.get(one.base, WAIT))
             self._wake(warp, next_at)
 
+    def _occupy(self, one: Instruction, pipe: str, scheduler: _Scheduler, now: float) -> int:
+        """Keep a pipe busy with an instruction, and return the cycles by which its result is late.
+
+        It delays the next product rather than the current one, whose end is known already.
+        """
+        later = _LATER if now < self.products and pipe in _BESIDE else 0
+        factor = _BESIDE.get(one.base, _BESIDE[pipe]) if later else 1.0
+        if later and one.base in _DELAYING and scheduler.pipes[pipe] == now:
+            self.products += _DELAY
+        scheduler.pipes[pipe] = now + self.busy[pipe] * factor
+        if pipe == "multiply":
+            scheduler.pipes["fma"] = max(scheduler.pipes["fma"], now + 1)
+        return later
+
     def _serve(
         self, one: Instruction, pipe: str, scheduler: _Scheduler, now: float, request: Sequence[int]
     ) -> tuple[float, float, float]:
@@ -384,7 +404,8 @@ class Multiprocessor:
             return now + operands, now, now + result
         cost = max(1, wavefronts, lines)
         begin = max(self.shared, now + 2)
-        self.shared = begin + cost
+        beside = pipe in _PORT and now < self.products
+        self.shared = begin + cost * (self.wavefront if beside else 1.0)
         if pipe in _PORT:
             begin = max(begin, scheduler.port)
             scheduler.port = begin + _PORT[pipe] * cost
@@ -560,10 +581,9 @@ def finish(
         for _ in range(line.alike)
     ]
     total = sum(waiting)
-    fits = len(paces)
     some = [
-        [alone + (pace - alone) * (count - 1) / max(1, fits - 1) for pace in paces[:count]]
-        for count in range(fits + 1)
+        [alone + (pace - alone) * (count - 1) / max(1, len(paces) - 1) for pace in paces[:count]]
+        for count in range(len(paces) + 1)
     ]
     places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]
     for _ in paces:

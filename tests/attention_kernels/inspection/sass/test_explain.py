@@ -80,7 +80,6 @@ def test_a_version_is_explained_line_by_line():
     assert sum(line.share for line in found.stalls.lines) == pytest.approx(1, abs=1e-3)
     text = version.source.split("\n")
     barriers = [line for line in found.stalls.lines if "barrier" in line.reasons]
-    assert barriers
     waited = {place for line in barriers for place in line.waits_for}
     assert any("__syncthreads" in text[place - 1] for place in waited)
     assert all(line.source == text[line.line - 1].strip() for line in found.stalls.lines[:5])

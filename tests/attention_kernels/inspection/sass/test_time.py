@@ -26,7 +26,8 @@ EXIT = Instruction("EXIT", ())
 
 def work_of(*warps):
     parts = [[len(warp) * i // 8 for warp in warps] for i in range(8)]
-    return Work([*warps], parts, Counter(issue=sum(map(len, warps))))
+    needs = Counter(one[2] for warp in warps for one in warp if one[2])
+    return Work([*warps], parts, Counter(issue=sum(map(len, warps))), needs)
 
 
 def cycles_of(code, *warps, gpu=H200):
@@ -57,13 +58,8 @@ def by_reason(found):
 
 
 @pytest.mark.parametrize(
-    ("registers", "lanes", "cycles"),
-    [
-        ((0, 0), 128, 2000),
-        ((0, 0), 64, 4000),
-        ((3, 0), 128, 6000),  # of one bank: one after the other
-        ((1, 1), 128, 2000),
-    ],
+    ("registers", "lanes", "cycles"),  # three registers of one bank are read one after the other
+    [((0, 0), 128, 2000), ((0, 0), 64, 4000), ((3, 0), 128, 6000), ((1, 1), 128, 2000)],
 )
 def test_arithmetic_takes_the_cycles_that_its_lanes_and_registers_need(registers, lanes, cycles):
     code = [Instruction("FFMA", ("R0", "R1", "R2", "R3"), registers=registers)]
@@ -78,6 +74,18 @@ def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, each):
     code = [Instruction("LDS", ("R0", "[R1]"))]
     found = cycles_of(code, *[in_order(code, wavefronts=4) * 500] * warps)
     assert found / 500 == pytest.approx(each, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "each"), [("FMUL", 1.83), ("FMNMX", 3.9), ("MUFU.EX2", 10.6), ("SHFL", 9.1)]
+)
+def test_an_instruction_beside_products_takes_longer(name, each):
+    """The probe's cycles, of a shuffle those of each of four warps that take turns."""
+    code = [Instruction("HGMMA.64x64x16.F32", ("R8", "gdesc[UR8]")), Instruction(name, ("R0",))]
+    products = [(0, (0, 0, 0), ("product", at), None) for at in range(500)]
+    cycles, found = watched(code, [products] * 4 + [in_order(code, wavefronts=1)[1:] * 1000])
+    # All products are issued first.
+    assert cycles - found[Stall(1, time.EXITED, 1)] == pytest.approx(500 + 1000 * each, rel=0.1)
 
 
 @pytest.mark.parametrize(("size", "each"), [(2048, 1.0), (2080, 1.094), (4096, 2.22)])
@@ -123,8 +131,7 @@ def test_a_result_is_awaited_by_the_instruction_that_comes_next(code, given, sta
 
 def test_waiting_for_other_warps_belongs_to_what_comes_after_the_barrier():
     code = [*[ADD] * 100, BARRIER, ADD, EXIT]
-    slow, fast = in_order(code), in_order(code)[99:]
-    _, found = watched(code, [slow, fast])
+    _, found = watched(code, [in_order(code), in_order(code)[99:]])
     assert found[Stall(101, "barrier", 100)] > 90
 
 
