@@ -296,6 +296,7 @@ __global__ void __launch_bounds__(256) beside(long long* found, int loops, unsig
   ATTENTION_ALIGNED_SHARED(unsigned char, tile, 1024);
   __shared__ alignas(16) unsigned words[128];
   __shared__ volatile int stop;
+  __shared__ volatile bool is_over;
   if (threadIdx.x == 0) stop = 0;
   const unsigned base = ptx::shared_address(words);
   if (threadIdx.x < 128) words[threadIdx.x] = base + threadIdx.x / 4 * 16;
@@ -311,7 +312,10 @@ __global__ void __launch_bounds__(256) beside(long long* found, int loops, unsig
       unsigned rA[4][4];
       for (int i = 0; i < 16; ++i)
         rA[i / 4][i % 4] = ((threadIdx.x * 16 + i) * 2654435761u & 0x9fff9fff) | 0x1c001c00;
-      for (; !__shfl_sync(~0u, stop, 0); count += 48) {
+      for (;; count += 48) {
+        if (threadIdx.x == 0) is_over = stop;  // one thread decides: a product needs all four warps
+        ptx::named_barrier_sync(1, 128);
+        if (is_over) break;
         ptx::multiply_fence(sums, rA[0], rA[1], rA[2], rA[3]);
 #pragma unroll
         for (int i = 0; i < 48; ++i) {

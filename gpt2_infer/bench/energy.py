@@ -12,8 +12,8 @@ import torch
 
 from gpt2_infer.bench.record import Row
 
-MIN_SECONDS = 1.0
-WARM_UP_SECONDS = 0.3  # of them: what the counter shows is up to two advances old
+MIN_SECONDS = 1.0  # of calls
+WARM_UP_SECONDS = 0.3  # at their start, in which power is not read: the counter lags two advances
 POLL_SECONDS = 2e-3  # it advances only ten times per second
 
 
@@ -39,9 +39,9 @@ def open_counter(device: str) -> Callable[[], float] | str:
 def measure(contender: str, call: Callable[[], Any], device: str) -> Row:
     """Return a row with the joules per call, from at least MIN_SECONDS of calls.
 
-    They are the power between the counter's first advance after WARM_UP_SECONDS and its last, times
-    the seconds of a call. call() must wait for the device. The row has a reason and no sample
-    without a counter.
+    They are the mean power between the counter's first advance after WARM_UP_SECONDS and its last,
+    times the mean seconds of all calls. call() must wait for the device. The row has a reason and
+    no sample without a counter.
     """
     row = Row(contender=contender, metric="energy", unit="J")
     counter = open_counter(device)

@@ -25,7 +25,6 @@ from attention_kernels import AttentionError, BackendSpec, UnavailableBackendErr
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.judge import plugins
-from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer import diverge
 from gpt2_infer.bench import generation, hf_models, prediction, record, selection, study
@@ -156,14 +155,15 @@ def begin(question: Question) -> list[threading.Thread]:
     def predictor() -> None:
         spec = question.chosen(question.spec, question.longest)
         if (card := _present()) and (version := question.version(spec)):
-            with contextlib.suppress(BuildError):  # the judge says so
-                question.predicted = _predict(spec.name, version, [question.cell], card)
+            question.predicted = _predict(spec.name, version, [question.cell], card)
 
     def products() -> None:
-        how: dict[str, Any] = {"random_weights": question.random_weights, "attention": BASELINE}
-        with contextlib.suppress(GPT2InferError):  # answer() says so
-            model = hf_models.load(question.model, device="cuda", dtype=question.dtype, **how)
-            if isinstance(model, GPT2) and not Forward.refusals(model, 1):
+        how: dict[str, Any] = {"random_weights": question.random_weights}
+        if hf_models.find(question.model, **how):
+            return  # transformers changes torch's default dtype, in which the judge draws inputs
+        with contextlib.suppress(GPT2InferError, AttentionError):  # answer() says so
+            model = GPT2.from_pretrained(question.model, device="cuda", dtype=question.dtype, **how)
+            if not Forward.refusals(model, 1):
                 Forward(model)
 
     if question.device != "cuda":

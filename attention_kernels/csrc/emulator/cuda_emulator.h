@@ -315,9 +315,12 @@ inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 inline float __fmaf_rd(float x, float y, float z) {  // rounded down
-  const double exact = std::fma(double{x}, double{y}, double{z});
-  const float nearest = static_cast<float>(exact);
-  return nearest > exact ? std::nextafter(nearest, -INFINITY) : nearest;
+  const double product = double{x} * y, sum = product + z,
+               part = sum - product;  // product is exact
+  const double lost = (product - (sum - part)) + (z - part);
+  const float nearest = static_cast<float>(sum);
+  const bool is_above = nearest > sum || (nearest == sum && lost < 0);
+  return is_above ? std::nextafter(nearest, -INFINITY) : nearest;
 }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }

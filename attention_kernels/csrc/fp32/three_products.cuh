@@ -231,7 +231,7 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
 // Lane l of warp w of a warpgroup holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on (r = 1),
 // at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
 
-// Q or P, hi and lo, as operand A of products: of kCount, or with 64 columns of kSteps
+// Q or P, hi and lo, as operand A of kCount products; Split is that of 64 columns.
 constexpr int kStep = 16;  // columns of A, rows of B, in one product
 constexpr int kSteps = 64 / kStep;
 template <int kCount>
@@ -380,6 +380,8 @@ inline __device__ float split_q(SplitOf<kCount>& rQ, int i, float2 (&pairs)[2 * 
     largest = largest_of(largest, x);
   }
   const int exponent = split_row(rQ, i, pairs, largest) + scale.exponent;
+  // Not below 2^-126: power_of_two() would return 0, and 0 times a hidden score is NaN. That changes a
+  // score by 2^-24 or more only if |S| is above 2^102.
   return power_of_two(min(max(exponent, -126), kMost));
 }
 
@@ -398,9 +400,10 @@ struct Offsets {
   float row_sum[2] = {};                   // of this lane's P
 };
 
-// Replaces S by P, which is at most kScaleP. Returns what O must be multiplied by. q_scale S is exact,
-// because q_scale is a power of two, and the offset is rounded down. So the largest P of a row is at
-// least 1, however large its score.
+// Replaces S by P = 2^(q_scale S + offset), at most kScaleP. Returns what O must be multiplied by.
+// q_scale is a power of two, so -q_scale S is a float, and 15 - q_scale S, rounded down, is not below
+// it: the exponent of a row's largest P is from 0 to 15, however large its score. That is enough,
+// because float16 resolves 2^-24. A row's P share the offset, so its rounding cancels out.
 inline __device__ float2 softmax(float (&rS)[kScores], Offsets& rows, const float (&q_scales)[2]) {
   constexpr float kTopP = 15.0f;  // log2(kScaleP)
   float row_scale[2];

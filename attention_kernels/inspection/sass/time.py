@@ -42,14 +42,14 @@ _PORT = {"shared": 2.0, "shuffle": 4.0}
 # line that is not there arrives. A loop of the probe takes 1.04 cycles per instruction within
 # 32 KB, 1.14 if it is half a percent longer, as with four lines in a set, and 2.22 at 64 KB.
 _LINE, _SETS, _WAYS, _FETCH = 8, 64, 4, 10.8
-# While tensor cores execute a product of a warpgroup, they have the ports of the registers about
-# half of the time. Other instructions keep their pipes busy longer by these factors, and their
-# results come some cycles later.
+# While tensor cores execute a product of a warpgroup, other instructions keep their pipes busy
+# longer by these factors, by pipe or by name, presumably because both need the ports of registers.
 _BESIDE = {"fma": 2.0, "multiply": 2.0, "integer": 2.0, "special": 1.3, "HADD2": 4.0}
-# Those cycles; and the cycles by which these instructions delay products if none is between them.
+# The cycles by which the results of such instructions are late; the cycles by which each of those
+# named here delays products if its pipe has no gap.
 _LATER, _DELAY, _DELAYING = 3, 0.2, ("FFMA", "FMUL", "FADD")
-# Cycles per wavefront of a load or a shuffle beside products that load operands half of the time,
-# as those from registers do, and the cycles more beside those that always do.
+# Cycles per wavefront of a load or a shuffle beside products: if these load operands half of the
+# time, as with A from registers; and how many more if they load all the time.
 _WAVEFRONT = (3.3, 5.8)
 _QUEUE = 40  # warps wait while this many wavefronts are outstanding
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
@@ -376,7 +376,7 @@ class Multiprocessor:
     def _occupy(self, one: Instruction, pipe: str, scheduler: _Scheduler, now: float) -> int:
         """Keep a pipe busy with an instruction, and return the cycles by which its result is late.
 
-        It delays the next product rather than the current one, whose end is known already.
+        The instruction delays the next product: the end of the current one is known already.
         """
         later = _LATER if now < self.products and pipe in _BESIDE else 0
         factor = _BESIDE.get(one.base, _BESIDE[pipe]) if later else 1.0

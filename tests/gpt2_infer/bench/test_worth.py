@@ -120,7 +120,7 @@ def test_no_plug_in_is_imported_while_the_judge_works(plugin, monkeypatch):
     plugin("")
     question = worth.Question("CUSTOM_CUDA_VERSION_2", device="cpu")
     question.device = "cuda"
-    monkeypatch.setattr(worth.hf_models, "load", mock.Mock())
+    monkeypatch.setattr(worth.hf_models, "find", mock.Mock())  # another architecture's model
     before = {*threading.enumerate()}
     worth.begin(question)
     for thread in {*threading.enumerate()} - before:
