@@ -37,8 +37,8 @@ ENTRIES = {
     "extension_accessor": """forward(q, k, v, scale) | Tensors: BHND | Only: !causal && N < 300
         | Takes: float16, head_dim 64""",
 }
-# torch's headers take the compiler a minute.
-EVERY = [pytest.param(x, marks=[pytest.mark.slow] * ("extension" in x)) for x in ENTRIES]
+# torch's headers take the compiler a minute; test_ptx.py has them, too.
+EVERY = [pytest.param(x, marks=[pytest.mark.gpu] * ("extension" in x)) for x in ENTRIES]
 pytestmark = needs_compiler
 
 

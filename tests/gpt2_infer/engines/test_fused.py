@@ -149,7 +149,7 @@ def check_portable(model: GPT2, lengths: list[int], steps: int, *, shared_kb: in
         # Up to 4 rows, tensor cores multiply in a different way. One block attends to two splits.
         (TWO_SPLITS, torch.float16, [1, 3, 9, 20, 60, 100, 200, 127], 0.05, {}),
         (ONE_KERNEL, torch.float32, [3, 127], 2e-4, {"portable": True, **RING}),
-        (ONE_KERNEL, torch.float32, [3, 127], 2e-4, {}),
+        pytest.param(ONE_KERNEL, torch.float32, [3, 127], 2e-4, {}, marks=pytest.mark.gpu),
         (ONE_KERNEL, torch.float16, [3, 127], 0.1, {}),
     ],
 )

@@ -41,7 +41,7 @@ def captured(monkeypatch):
     return imitate_graphs(monkeypatch, base)
 
 
-@pytest.mark.parametrize("config", [REPEATING, pytest.param(OPEN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", [REPEATING, pytest.param(OPEN, marks=pytest.mark.gpu)])
 def test_the_text_is_the_same_in_fewer_passes_where_it_repeats(config, captured):
     model, prompt = random_model(config), [[7, 3, 9]]
     for new_tokens in (1, 2, BURST + 1, 94, 60):  # 94 fill all positions
@@ -131,7 +131,7 @@ def check_guesses(model, length: int, guesses: int, right: int, **how) -> None:
     [
         (LONG, 254, 3, 2, {}),  # the rows' keys begin a split
         pytest.param(ONE_KERNEL, 20, 3, 3, {}, marks=pytest.mark.slow),
-        pytest.param(ONE_KERNEL, 20, 3, 0, {}, marks=pytest.mark.slow),
+        pytest.param(ONE_KERNEL, 20, 3, 0, {}, marks=pytest.mark.gpu),
         pytest.param(ONE_KERNEL, 126, 7, 5, {}, marks=pytest.mark.slow),
         pytest.param(CONFIG, 126, 1, 1, {"portable": True}, marks=pytest.mark.slow),
     ],
