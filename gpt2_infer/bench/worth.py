@@ -192,8 +192,7 @@ def _put(row: Row, label: str, new_tokens: int) -> None:
 def _timed(question: Question) -> File:
     config, device, dtype = question.config, question.device, question.dtype
     backends = [question.what, question.best.name]
-    settings: dict[str, Any] = {"backends": backends, "dtypes": [dtype]}
-    settings["device"] = device
+    settings: dict[str, Any] = {"backends": backends, "dtypes": [dtype], "device": device}
     file = study.run(study.KernelStudy(cells=[question.cell], rounds=5, **settings))
     registry.import_adopted()
     spec = question.chosen(ladder.resolve(question.what), question.longest)

@@ -105,7 +105,7 @@ def test_what_cannot_be_sanitized_is_refused(monkeypatch):
         sanitize(["CUSTOM_CUDA_VERSION_1"], "cpu")
 
 
-@pytest.mark.parametrize(("number", "tools"), [(25, TOOLS), (37, TOOLS[:1])])
+@pytest.mark.parametrize(("number", "tools"), [(25, TOOLS), (36, TOOLS[:1]), (37, TOOLS[:1])])
 def test_racecheck_is_for_kernels_that_run_before_compute_capability_9(number, tools):
     assert tools_of(get_backend(f"CUSTOM_CUDA_VERSION_{number}")) == tools
 
