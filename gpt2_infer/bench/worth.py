@@ -25,6 +25,7 @@ from attention_kernels import AttentionError, BackendSpec, UnavailableBackendErr
 from attention_kernels.errors import UnsupportedError
 from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.judge import plugins
+from attention_kernels.judge.process import Judges
 from attention_kernels.ladder.header import VersionHeader
 from gpt2_infer import diverge
 from gpt2_infer.bench import generation, hf_models, prediction, record, selection, study
@@ -146,16 +147,18 @@ class Worth:
 
 
 def begin(question: Question) -> list[threading.Thread]:
-    """On a GPU, begin to build what answer() needs while the judge is at work; return threads."""
+    """On a GPU, begin to build and predict while the judge is at work; return the threads."""
 
-    def others() -> None:
+    def kernels() -> None:
         best, lengths = question.best, (question.tokens, question.longest)
-        ladder.build_all("cuda", [question.chosen(best, n) for n in lengths])
+        ladder.build_all("cuda", [question.spec, *(question.chosen(best, n) for n in lengths)])
 
     def predictor() -> None:
-        spec = question.chosen(question.spec, question.longest)
-        if (card := _present()) and (version := question.version(spec)):
-            question.predicted = _predict(spec.name, version, [question.cell], card)
+        spec, card = question.chosen(question.spec, question.longest), _present()
+        if card:
+            about = spec.name, question.version(spec), [question.cell], card
+            question.predicted = process.run(_predict, *about)
+        process.close()
 
     def products() -> None:
         how: dict[str, Any] = {"random_weights": question.random_weights}
@@ -168,8 +171,9 @@ def begin(question: Question) -> list[threading.Thread]:
 
     if question.device != "cuda":
         return []
+    process = Judges(1)  # a thread that predicts would slow down the judge
     plugins.keep_plugins_out()  # a default backend is looked up among theirs, too
-    threads = [threading.Thread(target=build) for build in (others, predictor, products)]
+    threads = [threading.Thread(target=build) for build in (kernels, predictor, products)]
     for thread in threads:
         thread.start()
     return threads
@@ -196,9 +200,7 @@ def _timed(question: Question) -> File:
     file = study.run(study.KernelStudy(cells=[question.cell], rounds=5, **settings))
     registry.import_adopted()
     spec = question.chosen(ladder.resolve(question.what), question.longest)
-    if card := _present():
-        version = question.version(spec)
-        file.rows += question.predicted or _predict(spec.name, version, [question.cell], card)
+    file.rows += question.predicted
     settings |= {"model": question.model, "random_weights": question.random_weights}
     settings |= {"decoder": BASELINE, "examine": True, "rounds": ROUNDS}
     for label, (mode, batch) in MODES.items():
@@ -215,8 +217,7 @@ def _timed(question: Question) -> File:
             _put(row, label, tokens - len(prompt))
         file.rows += found.rows
     facts = {key: found.study[key] for key in ("model", "device", "baseline")}
-    rounds = sorted({found.study["rounds"], file.study["rounds"]})
-    facts["rounds"] = " or ".join(map(str, rounds))
+    facts["rounds"] = f"{ROUNDS} or {file.study['rounds']}"
     file.task, file.study = "worth", {"kind": "worth", "kernel": spec.name, **facts}
     return file
 
