@@ -34,13 +34,12 @@ class Batches(Subject[BatchCell]):
     those that are bit for bit equal.
     """
 
-    has_energy = True
-
     def __init__(self, study: BatchStudy) -> None:
         self.study, self.rounds = study, study.rounds
         self.target = resolve_device(study.device)
         self.device = self.target.type
         self.cells = [BatchCell(study.model, dtype, study.new_tokens) for dtype in study.dtypes]
+        self.measures_energy_of = self.cells
 
     def contenders(self, cell: BatchCell) -> Iterator[Contender]:
         """Yield our batch sizes, then those of transformers."""

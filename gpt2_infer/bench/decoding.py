@@ -42,7 +42,7 @@ class Decoding(Subject[DecodeCell]):
     warm_up = 0  # contenders() has already run each one twice
 
     def __init__(self, study: DecodeStudy) -> None:
-        self.study, self.rounds, self.has_energy = study, study.rounds, study.energy
+        self.study, self.rounds = study, study.rounds
         self.device = resolve_device(study.device).type
         load = functools.partial(GPT2.from_pretrained, device=self.device)
         self._load = models.loader(load, random_weights=DEMO_MODEL not in study.models)
@@ -57,6 +57,7 @@ class Decoding(Subject[DecodeCell]):
                 study.models, study.dtypes, study.batch_sizes, study.new_tokens, study.pieces
             )
         ]
+        self.measures_energy_of = self.cells if study.energy else []
 
     def limits(self, *, is_recorded: bool) -> dict[str, float]:
         """Measure the GPU's read bandwidth."""

@@ -16,7 +16,6 @@ from attention_kernels.errors import RejectedTimeError
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import KERNEL_ERRORS
 from attention_kernels.judge.truth import check_precision
-from attention_kernels.judge.worker import Runner, open_runner
 from attention_kernels.precision import PLAIN_PRECISIONS
 from gpt2_infer.bench import environment, models, selection
 from gpt2_infer.bench.hf_models import HFModel, load
@@ -40,6 +39,7 @@ class Texts(Subject[GenerationCell]):
     """
 
     warm_up = 0  # contenders() has already run each one
+    processes: selection.Runners
 
     def __init__(self, study: GenerationStudy) -> None:
         check_precision()
@@ -48,8 +48,8 @@ class Texts(Subject[GenerationCell]):
             study.families = ["pytorch"]  # others would take hours on a CPU
         self.device, specs, baseline = selection.select(study)
         lengths = study.max_tokens or LENGTHS[self.device]["max_tokens"]
-        combined = itertools.product(study.dtypes, study.batch_sizes, study.modes, lengths)
-        cells = [GenerationCell(n, batch, dtype, mode) for dtype, batch, mode, n in combined]
+        combined = itertools.product(lengths, study.batch_sizes, study.dtypes, study.modes)
+        cells = study.cells or [*itertools.starmap(GenerationCell, combined)]
         if "float64" in study.dtypes:
             raise RequestError("text is generated in float32, float16 or bfloat16, not in float64")
         self.cells = sorted(cells, key=lambda cell: cell.dtype)
@@ -61,9 +61,10 @@ class Texts(Subject[GenerationCell]):
         )
         model = self._load(study.model, dtype=self.cells[0].dtype)
         (self.prompt,) = encode_prompts(model.tokenizer, [study.prompt])  # type: ignore[arg-type]
-        for length in lengths:
-            check_length(length, self.prompt, model.config)
-        self.has_energy = study.energy and self.device == "cuda"
+        if study.energy and self.device == "cuda":
+            self.measures_energy_of = self.cells[:1]  # it takes seconds
+        for cell in cells:
+            check_length(cell.max_tokens, self.prompt, model.config)
         self.facts = {
             "device": self.device,
             "model": study.model + (", random weights, seed 0" if study.random_weights else ""),
@@ -73,32 +74,23 @@ class Texts(Subject[GenerationCell]):
         self.specs = selection.chosen([baseline, *specs], kinds, self.device)
         self.specs.append(_free_attention())
         self.facts["baseline"] = self.specs[0].name
+        self.processes = selection.Runners(self.device, most=3)  # each takes memory of the GPU
 
     def contenders(self, cell: GenerationCell) -> Iterator[Contender]:
         """Check each backend and compare its text with the first's."""
-        model, expected = self._load(self.study.model, dtype=cell.dtype), None
-        runners = list[Runner]()  # the baseline's, and the contender's while it is checked
-        try:
-            for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
-                contender, text = self._ours(model, spec, cell, expected, runners)
-                if spec is self.specs[0]:
-                    expected = text
-                while len(runners) > 1:  # each holds memory of the device
-                    runners.pop().close()
-                yield contender
-        finally:
-            for runner in runners:
-                runner.close()
+        expected: Generation | None = None
+        for spec in (spec for spec in self.specs if cell.dtype in spec.precisions):
+            contender, text = self._ours(spec, cell, expected)
+            if spec is self.specs[0]:
+                expected = text
+            self.processes.rest()
+            yield contender
 
     def _ours(
-        self,
-        model: GPT2,
-        spec: BackendSpec,
-        cell: GenerationCell,
-        expected: Generation | None,
-        runners: list[Runner],
+        self, spec: BackendSpec, cell: GenerationCell, expected: Generation | None
     ) -> tuple[Contender, Generation | None]:
-        """Check a backend, in a process that is added to runners; return it with its text."""
+        """Check a backend; return it with its text."""
+        model: GPT2 = self._load(self.study.model, dtype=cell.dtype)  # the last one is kept
         is_free = spec.name == FREE_ATTENTION
         row = selection.row_of(spec, cell.dtype, "generation", "s", self.sources)
         if is_free:
@@ -110,25 +102,25 @@ class Texts(Subject[GenerationCell]):
                 row.extra["decoder"] = decoder.name
             if not is_free:
                 cases = _cases(model, cell, len(self.prompt), decodes=decoder is spec)
-                runners.append(open_runner(spec, self.device))
-                selection.check(row, runners[-1], cases[-1:] if self.study.examine else cases)
+                checked = cases[-1:] if self.study.examine else cases
+                selection.check(row, self.processes.of(spec), checked)
             if row.status == "ok":
                 lent = model.with_attention(spec, decoder)
                 call = functools.partial(_write, lent, cell, self.prompt)
                 text = call()
-                is_first = spec is self.specs[0]
                 row.extra["token_digest"] = environment.token_digest(text.tokens)
-                row.extra["text_compared"] = not is_free and (expected is not None or is_first)
+                row.extra["text_compared"] = not is_free and bool(expected or spec is self.specs[0])
                 differ = expected and (self.study.examine or text.tokens != expected.tokens)
                 if expected and differ and not is_free:
                     # These texts: generated again or outside the batch, they might differ.
                     both = self.specs[0], spec
+                    runners = [*map(self.processes.of, both)]
                     note(row, examine(model, both, [expected, text], runners))
             if row.status == "ok" and text:
                 tokens = None if is_free else text.tokens
                 contender.sample = functools.partial(_sample, row, call, tokens, model.device)
         except KERNEL_ERRORS as error:
-            selection.record_failure(row, error, self.device)
+            self.processes.record(row, error)
         return contender, text
 
     def _decoder(self, spec: BackendSpec) -> BackendSpec:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from attention_kernels import BackendSpec
 from attention_kernels.errors import RejectedTimeError
 from attention_kernels.judge.clock import Clock, Numbers
 from attention_kernels.judge.inputs import Case, DecodeCase
@@ -17,7 +16,6 @@ from attention_kernels.judge.plugins import keep_plugins_out
 from attention_kernels.judge.suite import KERNEL_ERRORS
 from attention_kernels.judge.timing import sets_of
 from attention_kernels.judge.truth import check_precision
-from attention_kernels.judge.worker import Runner, open_runner
 from gpt2_infer.bench import limits, selection
 from gpt2_infer.bench.record import KernelCell, Row
 from gpt2_infer.bench.study import LENGTHS, Contender, KernelStudy, Subject
@@ -33,6 +31,8 @@ class Kernels(Subject[KernelCell]):
     On CUDA a sample is one replay of a graph of calls, on sets of inputs which together exceed the
     L2. Backends that need contiguous inputs get them; the copies are not timed.
     """
+
+    processes: selection.Runners
 
     def __init__(self, study: KernelStudy) -> None:
         check_precision()
@@ -53,7 +53,7 @@ class Kernels(Subject[KernelCell]):
         kinds = [(cell.dtype, cell.head_dim, cell.seqlen) for cell in self.cells]
         self.specs = selection.chosen([baseline, *specs], kinds, self.device)
         self.rounds = study.rounds
-        self._runners: dict[str, Runner] = {}
+        self.processes = selection.Runners(self.device)
         self._limits: dict[str, float] = {}
         self.facts = {"device": self.device, "baseline": self.specs[0].name}
 
@@ -72,26 +72,16 @@ class Kernels(Subject[KernelCell]):
             row = selection.row_of(spec, cell.dtype, "time", "us", self.sources)
             contender = Contender(row)
             try:
-                runner = self._runner(spec)
+                runner = self.processes.of(spec)
                 selection.check(row, runner, cases)
                 if row.status == "ok":
                     clock = Clock(runner, numbers, floor_us=self._floor_us(cell))
                     contender.sample = functools.partial(self._sample, row, clock)
                     contender.recheck = functools.partial(_recheck, row, clock)
             except KERNEL_ERRORS as error:
-                self._record(row, error)
-            self._rest(row)
+                self.processes.record(row, error)
+            self.processes.rest()
             yield contender
-
-    def close(self) -> None:
-        """End the processes of the backends."""
-        for runner in self._runners.values():
-            runner.close()
-
-    def _runner(self, spec: BackendSpec) -> Runner:
-        if spec.name not in self._runners:
-            self._runners[spec.name] = open_runner(spec, self.device)
-        return self._runners[spec.name]
 
     def _floor_us(self, cell: KernelCell) -> float:
         """Return the least time that reading the inputs and computing take; 0 if unknown."""
@@ -110,24 +100,10 @@ class Kernels(Subject[KernelCell]):
         except RejectedTimeError:
             raise
         except KERNEL_ERRORS as error:
-            self._record(row, error)
+            self.processes.record(row, error)
             raise RejectedTimeError(f"while it was timed: {row.reason}") from error
         finally:
-            self._rest(row)
-
-    def _rest(self, row: Row) -> None:
-        """Stop the contender's process, so that its load is not the next one's time."""
-        if runner := self._runners.get(row.contender):
-            runner.rest()
-
-    def _record(self, row: Row, error: Exception) -> None:
-        """Record a kernel's exception; unless it is a refusal, the next cell has a new process.
-
-        The old one may have ended, or have a broken CUDA context.
-        """
-        selection.record_failure(row, error, self.device)
-        if row.status != "refused" and (runner := self._runners.pop(row.contender, None)):
-            runner.close()
+            self.processes.rest()
 
 
 def _recheck(row: Row, clock: Clock) -> None:

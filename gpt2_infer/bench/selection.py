@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -15,7 +16,7 @@ from attention_kernels.judge.calls import describe_error
 from attention_kernels.judge.inputs import Case, DecodeCase
 from attention_kernels.judge.suite import judged, run_check
 from attention_kernels.judge.truth import Verdict
-from attention_kernels.judge.worker import Runner
+from attention_kernels.judge.worker import Runner, open_runner
 from attention_kernels.ladder.header import VersionHeader
 from attention_kernels.registry import DECODES_ONLY, NO_DECODE
 from gpt2_infer.bench import environment
@@ -77,6 +78,43 @@ def select(
             raise RequestError(sentence)
         print(sentence, file=sys.stderr)
     return device, list(dict.fromkeys(specs)), baseline
+
+
+class Runners(contextlib.AbstractContextManager["Runners"]):
+    """The processes of backends, each of which starts once and ends with the context.
+
+    most: how many may run at once; the first, the baseline's, stays.
+    """
+
+    def __init__(self, device: str, most: int | None = None) -> None:
+        self._device, self._most = device, most
+        self._open: dict[str, Runner] = {}
+
+    def of(self, spec: BackendSpec) -> Runner:
+        """Return a backend's; raises the errors of open_runner()."""
+        if spec.name not in self._open:
+            if len(self._open) == self._most:
+                self._open.pop([*self._open][1]).close()
+            self._open[spec.name] = open_runner(spec, self._device)
+        return self._open[spec.name]
+
+    def rest(self) -> None:
+        """Stop them until the next request, so that their load is in no other backend's time."""
+        for runner in self._open.values():
+            runner.rest()
+
+    def record(self, row: Row, error: Exception) -> None:
+        """Record a kernel's exception; unless it is a refusal, the backend gets a new process.
+
+        The old one may have ended, or have a broken CUDA context.
+        """
+        record_failure(row, error, self._device)
+        if row.status != "refused" and (runner := self._open.pop(row.contender, None)):
+            runner.close()
+
+    def __exit__(self, *_: object) -> None:
+        for runner in self._open.values():
+            runner.close()
 
 
 def versions_of(family: str) -> dict[str, VersionHeader]:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from attention_kernels.errors import RejectedTimeError
 from gpt2_infer.bench import record
-from gpt2_infer.bench.record import AtLeastOne, File, KernelCell, Row, Shape
+from gpt2_infer.bench.record import AtLeastOne, File, GenerationCell, KernelCell, Row, Shape
 from gpt2_infer.config import ProductsName
 from gpt2_infer.errors import RequestError
 
@@ -82,9 +82,10 @@ class KernelStudy(BackendStudy, kw_only=True, tag="kernel"):
 
 
 class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
-    """End-to-end generation in every combination of the lists."""
+    """End-to-end generation in the given cells, else in every combination of the lists."""
 
     subject = "generation.Texts"
+    cells: list[GenerationCell] = []
     model: str = "demo"
     random_weights: bool = False
     prompt: str | list[int] = DEFAULT_PROMPT
@@ -96,7 +97,7 @@ class GenerationStudy(BackendStudy, kw_only=True, tag="generation"):
     examine: bool = False
     """Whether to examine all texts, after a single check, and record how their logits differ."""
     energy: bool = False
-    """Whether to measure energy, too, on a GPU."""
+    """Whether to measure energy, too, on a GPU, in the first cell."""
 
 
 class ProfileStudy(Study, kw_only=True, tag="profile"):
@@ -242,8 +243,10 @@ class Subject(Generic[Cell]):
     rounds: int = 1
     warm_up: int = 1
     """Initial rounds whose samples are dropped."""
-    has_energy: bool = False
-    """Whether the energy of a sample is measured, too, after the timed rounds."""
+    measures_energy_of: Sequence[Cell] = ()
+    """The cells in which the energy of a sample is measured, too, after the timed rounds."""
+    processes: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    """Those that the study starts."""
     device: str = "cpu"
     specs: Sequence[BackendSpec] = ()
     """The backends; their kernels are built before anything is measured."""
@@ -264,9 +267,6 @@ class Subject(Generic[Cell]):
     def contenders(self, cell: Cell) -> Iterable[Contender]:
         """Check and yield the contenders of a cell."""
         raise NotImplementedError
-
-    def close(self) -> None:
-        """Stop the processes that the study has started."""
 
 
 def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
@@ -291,7 +291,7 @@ def run(study: AnyStudy, task: str = "", out: Path | None = None) -> File:
     if subject.device == "cuda":
         about.prebuilt = [spec.name for spec in subject.specs if ladder.is_prebuilt(spec)]
     file = File(task=task, study=settings, provenance=about, rows=[])
-    with contextlib.closing(subject):
+    with subject.processes:
         progress = Progress(out, file, subject) if out else None
         ladder.build_all(subject.device, subject.specs)
         file.provenance.limits = subject.limits(is_recorded=out is not None)
@@ -336,7 +336,7 @@ def _time_cell(subject: Subject[Any], cell: Any, bar: tqdm[Any]) -> list[Row]:
         contenders.append(contender)
         bar.set_postfix_str(f"{contender.row.contender}: {contender.row.status}")
     interleave(subject, contenders, bar)
-    if subject.has_energy:
+    if cell in subject.measures_energy_of:
         _measure_energy(contenders, subject.device, bar)
     for contender in contenders:
         contender.sample = None  # release captured graphs before the rechecks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import threading
@@ -158,7 +157,8 @@ def _time(findings: Findings, name: str, dtypes: Sequence[str]) -> None:
         decode=not report.has_attention,
     )
     study.device = "cuda" if report.device == "cuda" else "cpu"
-    with contextlib.closing(Kernels(study)) as subject:
+    subject = Kernels(study)
+    with subject.processes:
         subject.limits(is_recorded=False)
         findings.timing = [row for row in time_cells(subject) if row.metric == "time"]
     for row in findings.timing:

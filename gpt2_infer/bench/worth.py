@@ -34,19 +34,20 @@ from gpt2_infer.bench.record import BASELINE, FREE_ATTENTION, File, KernelCell, 
 from gpt2_infer.bench.study import DEFAULT_PROMPT, LENGTHS
 from gpt2_infer.bench.verdict import Findings
 from gpt2_infer.checkpoint import DEMO_MODEL, open_checkpoint
-from gpt2_infer.config import GPT2Config, named_config
+from gpt2_infer.config import named_config
 from gpt2_infer.engines.base import GRAPH_LENGTH_STEP, padded_length
 from gpt2_infer.engines.recompute import Forward
 from gpt2_infer.errors import GPT2InferError
 from gpt2_infer.model import GPT2
 from gpt2_infer.request import encode_prompts
 
-# The mode of generation and the batch behind each name; prefill is one token after a long prompt.
+PREFILL = "prefill"  # one token after a long prompt
+# The mode of generation and the batch behind each name.
 MODES: dict[str, tuple[study.Mode, int]] = {
     "recompute": ("recompute", 1),
-    "prefill": ("recompute", 1),
     "kv-cache": ("kv-cache", 1),
     "batch of 8": ("recompute", 8),
+    PREFILL: ("recompute", 1),
 }
 ROUNDS = 2  # of texts
 RESULTS = Path(__file__).parents[2] / "results"
@@ -203,18 +204,20 @@ def _timed(question: Question) -> File:
     file.rows += question.predicted
     settings |= {"model": question.model, "random_weights": question.random_weights}
     settings |= {"decoder": BASELINE, "examine": True, "rounds": ROUNDS}
-    for label, (mode, batch) in MODES.items():
-        prompt, tokens = question.prompt, question.tokens
-        if label == "prefill":
-            tokens = question.longest
-            prompt = [i % config.vocab_size for i in range(tokens - 1)]
-        elif batch > 1:
-            tokens = max(tokens // 4, len(prompt) + 1)  # it takes longest
-        cells: dict[str, Any] = {"modes": [mode], "batch_sizes": [batch], "max_tokens": [tokens]}
-        cells["energy"] = label == "recompute" and not question.quick  # it takes seconds
-        found = study.run(study.GenerationStudy(prompt=prompt, **cells, **settings))
+
+    short = max(question.tokens // 4, len(question.prompt) + 1)  # a batch takes longest
+    texts = [
+        record.GenerationCell(question.tokens if batch == 1 else short, batch, dtype, mode)
+        for mode, batch in [*MODES.values()][:-1]
+    ]
+    long = [i % config.vocab_size for i in range(question.longest - 1)]
+    prefill = [record.GenerationCell(question.longest, dtype=dtype)]
+    for prompt, cells, labels in ((question.prompt, texts, [*MODES]), (long, prefill, [PREFILL])):
+        settings["energy"] = cells is texts and not question.quick  # it takes seconds
+        found = study.run(study.GenerationStudy(prompt=prompt, cells=cells, **settings))
         for row in found.rows:
-            _put(row, label, tokens - len(prompt))
+            cell = msgspec.convert(row.cell, record.GenerationCell)
+            _put(row, labels[cells.index(cell)], cell.max_tokens - len(prompt))
         file.rows += found.rows
     facts = {key: found.study[key] for key in ("model", "device", "baseline")}
     facts["rounds"] = f"{ROUNDS} or {file.study['rounds']}"
@@ -319,12 +322,8 @@ def _measured(question: Question) -> tuple[list[Row], list[Row], list[str]]:
             if row.samples and row.cell == text | {"mode": "recompute"}:
                 _put(row, "recompute", question.tokens - file.study["prompt_tokens"])
                 texts.append(row)
-    is_measured = _size(question.config) == _size(named_config(MEASURED_MODEL))
+    is_measured = question.config == named_config(MEASURED_MODEL)
     return [*timed.values()], texts if is_measured else [], sources
-
-
-def _size(config: GPT2Config | None) -> tuple[int, ...]:
-    return (config.n_layer, config.n_head, config.n_embd, config.vocab_size) if config else ()
 
 
 def _write_text(spec: BackendSpec, dtype: str, row: Row) -> None:

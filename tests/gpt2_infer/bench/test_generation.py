@@ -10,6 +10,7 @@ from attention_kernels.judge.truth import naive_attention
 from attention_kernels.judge.worker import open_runner
 from gpt2_infer import GPT2
 from gpt2_infer.bench import generation as module
+from gpt2_infer.bench import selection
 from gpt2_infer.bench.record import FREE_ATTENTION
 from gpt2_infer.bench.show.figures import group_by, main_rows
 from gpt2_infer.bench.study import GenerationStudy, run
@@ -72,29 +73,24 @@ def test_generation_is_compared_with_the_baselines_text(tiny, clean_registry):
         get_backend(FREE_ATTENTION)
 
 
-def test_of_the_backends_only_the_baseline_keeps_its_process_while_others_are_checked(
-    tiny, monkeypatch
-):
+def test_at_most_three_processes_run_and_the_baselines_stays(tiny, clean_registry, monkeypatch):
     running, most = set(), []
 
     def opened(spec, device):
         runner = open_runner(spec, device)
         end = runner.close
-
-        def close():
-            running.discard(spec.name)
-            end()
-
-        runner.close = close
+        runner.close = lambda: (running.remove(spec.name), end())
         running.add(spec.name)
         most.append({*running})
         return runner
 
-    monkeypatch.setattr(module, "open_runner", opened)
-    names = ("PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION")
-    compare(tiny, names, max_tokens=[10])
-    baseline = "NAIVE_PYTORCH"
-    assert most == [{baseline}, *({baseline, name} for name in names)]
+    monkeypatch.setattr(selection, "open_runner", opened)
+    add("OTHER", naive_attention)
+    base, *others = "NAIVE_PYTORCH", "PYTORCH_SDPA_MATH", "PYTORCH_SDPA_FLASH_ATTENTION", "OTHER"
+    compare(tiny, others, max_tokens=[10])
+    compare(tiny, others[:2], max_tokens=[10, 11])
+    assert [*map(len, most)] == [1, 2, 3, 3, 1, 2, 3]
+    assert most[3] == {base, *others[1:]}
     assert not running
 
 
