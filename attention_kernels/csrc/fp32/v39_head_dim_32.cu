@@ -9,15 +9,15 @@
 //         third. 192 seldom divides the length, and in a last block of few rows all warpgroups would go
 //         through all keys.
 // Cost:   160 registers per thread, of which S, P, Q, O and P V take 112. A head has fewer blocks to
-//         spread out: with one batch entry of 12 heads and 2,048 rows, two warpgroups are faster.
+//         spread out: with few heads, or up to 256 rows, two warpgroups are faster.
 // Tile:   kBlockM x kBlockN = 192 x 64, block 512; 128 x 64 or 64 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 32
 // Needs:  sm_90a
 // Precision: 3xfp16
 // Flags:  --use_fast_math
-// Expect: by a trial, 1.7 times as fast as v25 with 4,096 rows. With 1,024 rows and 32 batch entries,
-//         192 rows per block were 1.3 times as fast; 128, which are used there, were not timed.
+// Expect: 1.3 times as fast as v25 with 1,024 rows, 1.5 to 1.7 times with more; 1.07 times with 512, slower
+//         with 256 (results/trials/2026-11-29_h200_v39-rows.txt).
 
 #include "fp32/three_products.cuh"
 
@@ -372,9 +372,10 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const auto blocks = [&](int rows) { return int64_t{heads} * ceil_div(params.seqlen, rows); };
   if (blocks(128) < multiprocessors) return launch_attention<64>(params, stream);
-  // Causal blocks differ in length. In fewer than two waves, or if a block has much of a head's rows,
-  // larger blocks are not faster.
-  return params.seqlen > 1024 && blocks(192) >= 2 * multiprocessors
+  // Causal blocks differ in length: with few waves of them, or few tiles of keys each, larger ones are
+  // not faster.
+  const int waves = params.seqlen > 1024 ? 2 : 4;
+  return params.seqlen >= 512 && blocks(192) >= waves * multiprocessors
              ? launch_attention<192>(params, stream)
              : launch_attention<128>(params, stream);
 }
