@@ -198,7 +198,7 @@ def _timed(question: Question) -> File:
     config, device, dtype = question.config, question.device, question.dtype
     backends = [question.what, question.best.name]
     settings: dict[str, Any] = {"backends": backends, "dtypes": [dtype], "device": device}
-    file = study.run(study.KernelStudy(cells=[question.cell], rounds=5, **settings))
+    file = study.run(study.KernelStudy(cells=[question.cell], rounds=3, **settings))
     registry.import_adopted()
     spec = question.chosen(ladder.resolve(question.what), question.longest)
     file.rows += question.predicted
