@@ -39,6 +39,8 @@ class GpuModel:
     l2_bytes_per_cycle: float
     memory_gb_s: float
     launch_us: float
+    early_launch_us: float
+    """Of a kernel whose blocks start before the previous kernel has ended, and wait for it."""
 
     def clock_at(self, busy: float) -> float:
         """Return the clock in GHz, given the share of the time with products of warpgroups."""

@@ -151,9 +151,15 @@ def _predict_call(
 ) -> Prediction:
     """Predict launches, given how often each occurs; lines: explain their stalls."""
     each, explained = [], list[tuple[Launch, float, StallCycles]]()
+    before, gpu = set[str](), program.gpu
     for launch, count in counted.items():
         stalls: StallCycles = defaultdict(float)
+        bases = {one.base for one in program.code[launch.symbol]}
         one = _predict_launch(program, launch, min_bytes, stalls if lines else None)
+        if "PREEXIT" in before and "ACQBULK" in bases:  # it starts early, and waits
+            time_us = one.time_us - gpu.launch_us + gpu.early_launch_us
+            one = dataclasses.replace(one, time_us=time_us, launch_us=gpu.early_launch_us)
+        before = bases
         each.append((count, one))
         explained.append((launch, count * (one.time_us - one.launch_us), stalls))
     found = _sum(each)

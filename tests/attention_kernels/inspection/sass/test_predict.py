@@ -122,7 +122,8 @@ def test_wavefronts_are_the_profilers_and_the_parts_add_up():
     parts = found.waiting_us + found.uneven_us + found.launch_us
     assert found.time_us == pytest.approx(parts + max(found.needs_us.values()))
     # Block 0 of v17's second kernel, which starts early, joins nothing.
-    assert predicted(ladder.versions()["CUSTOM_CUDA_VERSION_17"], seqlen=192).launches == 2
+    early = predicted(ladder.versions()["CUSTOM_CUDA_VERSION_17"], seqlen=192)
+    assert (early.launches, early.launch_us) == (2, H200.launch_us + H200.early_launch_us)
 
 
 @pytest.mark.slow
