@@ -85,15 +85,15 @@ inline __device__ float (&flat(float (&fragments)[kCount][4]))[4 * kCount] {
 
 // O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled, in rows of kStride
 // floats. P = 0 times any finite V is 0, however large it is. The lane's warp sees the first `keys`
-// keys.
-template <int kStride, int kCount, int kScores>
+// keys. P is split again for every kColumnsAtOnce columns.
+template <int kStride, int kColumnsAtOnce = 16, int kCount, int kScores>
 inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[kScores],
                                         float2 row_scale, const float* s_v, int keys) {
   const int lane_id = threadIdx.x % 32;
   const float* lane_v = s_v + 2 * (lane_id % 4) * kStride + lane_id / 4;
 #pragma unroll
-  for (int first = 0; first < 2 * kCount; first += 16) {
-    float small[2][4] = {}, large[2][4] = {};
+  for (int first = 0; first < 2 * kCount; first += kColumnsAtOnce) {
+    float small[kColumnsAtOnce / 8][4] = {}, large[kColumnsAtOnce / 8][4] = {};
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
       if (8 * j >= keys) break;
@@ -102,7 +102,7 @@ inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[k
         split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
       }
 #pragma unroll
-      for (int d = 0; d < 2; ++d) {
+      for (int d = 0; d < kColumnsAtOnce / 8; ++d) {
         unsigned hiV[2], loV[2];
         for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
           split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
@@ -112,7 +112,7 @@ inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[k
         ptx::mma_tf32(large[d], hiP, hiV);
       }
     }
-    for (int d = 0; d < 2; ++d) {
+    for (int d = 0; d < kColumnsAtOnce / 8; ++d) {
       for (int i = 0; i < 4; ++i) {
         float& x = rO[first / 2 + 4 * d + i];
         x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));

@@ -89,39 +89,6 @@ inline __device__ void load_q(float2 (&pairs)[kHeadDim / 8], const float* gQ, in
   }
 }
 
-// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled. P = 0 times any
-// finite V is 0, however large it is. The lane's warp sees the first `keys` keys.
-inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (&rP)[kScores],
-                                        float2 row_scale, const float* s_v, int keys) {
-  const int lane_id = threadIdx.x % 32;
-  const float* lane_v = s_v + 2 * (lane_id % 4) * kFloatRow + lane_id / 4;
-  float small[kHeadDim / 8][4] = {}, large[kHeadDim / 8][4] = {};
-#pragma unroll
-  for (int j = 0; j < kBlockN / 8; ++j) {
-    if (8 * j >= keys) break;
-    unsigned hiP[4], loP[4];
-    for (int i = 0; i < 4; ++i) {
-      split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
-    }
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 8; ++d) {
-      unsigned hiV[2], loV[2];
-      for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
-        split_tf32(0.5f * lane_v[(8 * j + i) * kFloatRow + 8 * d], hiV[i], loV[i]);
-      }
-      ptx::mma_tf32(small[d], loP, hiV);
-      ptx::mma_tf32(small[d], hiP, loV);
-      ptx::mma_tf32(large[d], hiP, hiV);
-    }
-  }
-  for (int d = 0; d < kHeadDim / 8; ++d) {
-    for (int i = 0; i < 4; ++i) {
-      float& x = rO[4 * d + i];
-      x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
-    }
-  }
-}
-
 // Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
 // the next copy passes through another proxy and could overtake them.
 inline __device__ void arrive(ptx::Barrier* barrier) {
@@ -300,8 +267,9 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
     // A column's scale would make rows depend on keys that they do not see.
     for (float& p : rS) p /= kScaleP;
     ptx::barrier_wait(&diagonal_full, 0);
-    add_product_tf32(rO, rS, row_scale, s_diagonal + (m_first - m_start) * kFloatRow,
-                     threadIdx.x % 128 / 32 * 16 + 16);
+    add_product_tf32<kFloatRow, kHeadDim>(rO, rS, row_scale,
+                                          s_diagonal + (m_first - m_start) * kFloatRow,
+                                          threadIdx.x % 128 / 32 * 16 + 16);
   }
 
   float row_sum[2] = {reduce_sum(rows.row_sum[0]), reduce_sum(rows.row_sum[1])};
