@@ -3,10 +3,11 @@
 // longer than a tile. Float16 has few exponents, so each row of Q and K, and each column of a tile of
 // V, is first scaled by a power of two, and so is P.
 //
-// Versions 21 to 27 share the first part, 28 to 30 and 34 to 39 all, because it is what makes their
+// Versions 21 to 27 share the first part, 28 to 30 and 34 to 39 all. Most of it is what makes their
 // results right, and none of them is faster than another for it: they differ in when they copy,
-// multiply and wait, which is in their files. A version that does something of this in a faster way
-// defines a function of its own; versions 38 and 39 share a softmax, which is here, too.
+// multiply and wait, which is in their files. A version that does something of this in another way
+// defines a function of its own. What makes a version faster is here only if later ones share it: the
+// turns of 29, the product of all columns at once of 36 and the softmax of 38.
 
 #pragma once
 
@@ -424,6 +425,23 @@ inline __device__ float2 softmax(float (&rS)[kScores], Offsets& rows, const floa
     }
   }
   return make_float2(row_scale[0], row_scale[1]);
+}
+
+// ---- Barriers of warpgroups ---------------------------------------------------------------------
+
+// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
+// the next copy passes through another proxy and could overtake them.
+inline __device__ void arrive(ptx::Barrier* barrier) {
+  ptx::proxy_fence();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
+}
+
+// Consumers start their products in turn: one waits until another has passed the turn to it.
+inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
+template <int kConsumers>
+inline __device__ void pass_turn(int warpgroup) {
+  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
 }
 
 // ---- O -----------------------------------------------------------------------------------------

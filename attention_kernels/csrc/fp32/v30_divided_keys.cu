@@ -87,20 +87,6 @@ inline __device__ void load_q(Split& rQ, float (&scales)[2], const float* gQ, in
   }
 }
 
-// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
-// the next copy passes through another proxy and could overtake them.
-inline __device__ void arrive(ptx::Barrier* barrier) {
-  ptx::proxy_fence();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-}
-
-// Consumers start their products in turn: one waits until another has passed the turn to it.
-inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
-inline __device__ void pass_turn(int warpgroup) {
-  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
-}
-
 template <bool kDividesKeys>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
@@ -206,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto end_turn = [&](int tile) {
     const bool is_last = warpgroup == kConsumers - 1 && tile + 1 == shared;
-    if (tile < shared && !is_last) pass_turn(warpgroup);
+    if (tile < shared && !is_last) pass_turn<kConsumers>(warpgroup);
   };
   const auto scales_of = [&](int tile) {
     return reinterpret_cast<const float*>(s_tiles + tile % kStages * kStageBytes +
@@ -225,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(&empty[tile % kStages]);
   };
 
-  if (!kDividesKeys && warpgroup == kConsumers - 1) pass_turn(warpgroup);
+  if (!kDividesKeys && warpgroup == kConsumers - 1) pass_turn<kConsumers>(warpgroup);
   if (first < end) {
     start_qk(first);
     end_turn(first);

@@ -89,21 +89,6 @@ inline __device__ void load_q(float2 (&pairs)[kHeadDim / 8], const float* gQ, in
   }
 }
 
-// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
-// the next copy passes through another proxy and could overtake them.
-inline __device__ void arrive(ptx::Barrier* barrier) {
-  ptx::proxy_fence();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-}
-
-// Consumers start their products in turn: one waits until another has passed the turn to it.
-inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
-template <int kConsumers>
-__device__ void pass_turn(int warpgroup) {
-  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
-}
-
 template <int kBlockM>
 __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
