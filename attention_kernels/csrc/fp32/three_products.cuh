@@ -227,6 +227,29 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
          make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
 }
 
+// Splits a block's tile of a head: of K if blockIdx.y is 0, of V if it is 1. The first kKBytes of a tile
+// are hi, lo and the scales of K, the rest those of V. Rows past the end are zero.
+template <int kHeadDim, int kThreads, int kKBytes, int kTileBytes>
+inline __device__ void split_tile(unsigned char* tiles, const float* k, const float* v,
+                                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
+  const bool is_v = blockIdx.y == 1;
+  const Strides strides = is_v ? v_strides : k_strides;
+  const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
+  const int n_start = blockIdx.x % tiles_per_head * kBlockN;
+  const int head = blockIdx.x / tiles_per_head;
+  const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
+                        head % num_heads * strides.head + n_start * strides.seqlen;
+  TileRows<kHeadDim, kThreads> rows;
+  load_rows(rows, g_rows, strides.seqlen, n_start, seqlen);
+  unsigned char* operand = tiles + int64_t{blockIdx.x} * kTileBytes + (is_v ? kKBytes : 0);
+  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes<kHeadDim>);
+  if (is_v) {
+    split_v(operand, scales, rows);
+  } else {
+    split_k(operand, scales, rows);
+  }
+}
+
 // ---- Rows of queries ----------------------------------------------------------------------------
 
 // Lane l of warp w of a warpgroup holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on (r = 1),

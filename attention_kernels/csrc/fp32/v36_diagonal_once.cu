@@ -43,8 +43,6 @@ constexpr int kFloatRow = kHeadDim + 4;
 constexpr int kDiagonalBytes = 64 * kConsumers * kFloatRow * sizeof(float);
 constexpr int kSmemBytes = kStages * kStageBytes + kDiagonalBytes;
 
-// A block has a tile of kBlockN keys of a head: of K if blockIdx.y is 0, of V if it is 1. Rows past
-// the end are zero.
 __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, unsigned char* tiles,
                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
@@ -52,22 +50,8 @@ __global__ void __launch_bounds__(kSplitThreads)
   // Not before: attention reads Q and V without waiting. It starts when every block here has come this
   // far, and each has waited for what wrote them.
   ptx::allow_next();
-  const bool is_v = blockIdx.y == 1;
-  const Strides strides = is_v ? v_strides : k_strides;
-  const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
-  const int n_start = blockIdx.x % tiles_per_head * kBlockN;
-  const int head = blockIdx.x / tiles_per_head;
-  const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
-                        head % num_heads * strides.head + n_start * strides.seqlen;
-  TileRows<kHeadDim, kSplitThreads> rows;
-  load_rows(rows, g_rows, strides.seqlen, n_start, seqlen);
-  unsigned char* operand = tiles + int64_t{blockIdx.x} * kTileBytes + (is_v ? kPartBytes : 0);
-  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes<kHeadDim>);
-  if (is_v) {
-    split_v(operand, scales, rows);
-  } else {
-    split_k(operand, scales, rows);
-  }
+  split_tile<kHeadDim, kSplitThreads, kPartBytes, kTileBytes>(tiles, k, v, k_strides, v_strides,
+                                                              seqlen, num_heads);
 }
 
 // Loads a lane's pairs of row m of Q; a row past the end is zero.
