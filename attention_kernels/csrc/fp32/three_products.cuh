@@ -285,6 +285,34 @@ inline __device__ float split_q(SplitOf<kCount>& rQ, int i, const float2 (&pairs
   return softmax_scale * 1.4426950408889634f * power_of_two(split_row(rQ, i, pairs, largest));
 }
 
+// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero.
+template <int kCount>
+inline __device__ void load_q(SplitOf<kCount>& rQ, float (&scales)[2], const float* gQ,
+                              int64_t g_stride, int m, int seqlen, float softmax_scale) {
+  const int n = 2 * (threadIdx.x % 4);
+  for (int i = 0; i < 2; ++i) {
+    float2 x[2 * kCount];
+    float largest = 0.0f;
+    for (int j = 0; j < 2 * kCount; ++j) {
+      x[j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
+                                : make_float2(0.0f, 0.0f);
+      largest = largest_of(largest, x[j]);
+    }
+    scales[i] = split_q(rQ, i, x, largest, softmax_scale);
+  }
+}
+
+// Only loads a lane's pairs of row m of Q; a row past the end is zero.
+template <int kCount>
+inline __device__ void load_q(float2 (&pairs)[kCount], const float* gQ, int64_t g_stride, int m,
+                              int seqlen) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    pairs[j] = m < seqlen ? load2(gQ + m * g_stride, 8 * j + 2 * (threadIdx.x % 4))
+                          : make_float2(0.0f, 0.0f);
+  }
+}
+
 constexpr int kScores = kBlockN / 2;  // elements of S per lane
 
 // sums = A B by a warpgroup, small products first. The hi and lo of B are at `b`; a step is kStepBytes

@@ -56,16 +56,6 @@ __global__ void __launch_bounds__(kSplitThreads)
                                                               seqlen, num_heads);
 }
 
-// Loads a lane's pairs of row m of Q; a row past the end is zero.
-inline __device__ void load_q(float2 (&pairs)[kHeadDim / 8], const float* gQ, int64_t g_stride,
-                              int m, int seqlen) {
-#pragma unroll
-  for (int j = 0; j < kHeadDim / 8; ++j) {
-    pairs[j] = m < seqlen ? load2(gQ + m * g_stride, 8 * j + 2 * (threadIdx.x % 4))
-                          : make_float2(0.0f, 0.0f);
-  }
-}
-
 template <bool kDividesKeys>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
