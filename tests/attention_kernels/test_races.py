@@ -74,12 +74,12 @@ def test_a_kernel_that_reads_without_waiting_needs_a_previous_one_that_has_waite
     source = get_backend("CUSTOM_CUDA_VERSION_36").version.path
     waits, allows = (
         "  ptx::wait_for_previous();\n  // Not before",
-        "  ptx::allow_next();\n  const bool",
+        "  ptx::allow_next();\n  split_tile",
     )
     spec = changed(
         source,
         (waits, "  // Not before"),
-        (allows, f"{allows[:20]}  ptx::wait_for_previous();\n  const bool"),
+        (allows, f"{allows[:20]}  ptx::wait_for_previous();\n  split_tile"),
     )
     spec = ladder.backend(spec.name, "test", header.race_checked(spec.version))
     x = torch.zeros(1, 70, 1, 64)

@@ -3,10 +3,11 @@
 // longer than a tile. Float16 has few exponents, so each row of Q and K, and each column of a tile of
 // V, is first scaled by a power of two, and so is P.
 //
-// Versions 21 to 27 share the first part, 28 to 30 and 34 to 39 all, because it is what makes their
+// Versions 21 to 27 share the first part, 28 to 30 and 34 to 39 all. Most of it is what makes their
 // results right, and none of them is faster than another for it: they differ in when they copy,
-// multiply and wait, which is in their files. A version that does something of this in a faster way
-// defines a function of its own; versions 38 and 39 share a softmax, which is here, too.
+// multiply and wait, which is in their files. A version that does something of this in another way
+// defines a function of its own. What makes a version faster is here only if later ones share it: the
+// turns of 29, the product of all columns at once of 36 and the softmax of 38.
 
 #pragma once
 
@@ -85,15 +86,15 @@ inline __device__ float (&flat(float (&fragments)[kCount][4]))[4 * kCount] {
 
 // O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled, in rows of kStride
 // floats. P = 0 times any finite V is 0, however large it is. The lane's warp sees the first `keys`
-// keys.
-template <int kStride, int kCount, int kScores>
+// keys. P is split again for every kColumnsAtOnce columns.
+template <int kStride, int kColumnsAtOnce = 16, int kCount, int kScores>
 inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[kScores],
                                         float2 row_scale, const float* s_v, int keys) {
   const int lane_id = threadIdx.x % 32;
   const float* lane_v = s_v + 2 * (lane_id % 4) * kStride + lane_id / 4;
 #pragma unroll
-  for (int first = 0; first < 2 * kCount; first += 16) {
-    float small[2][4] = {}, large[2][4] = {};
+  for (int first = 0; first < 2 * kCount; first += kColumnsAtOnce) {
+    float small[kColumnsAtOnce / 8][4] = {}, large[kColumnsAtOnce / 8][4] = {};
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
       if (8 * j >= keys) break;
@@ -102,7 +103,7 @@ inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[k
         split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
       }
 #pragma unroll
-      for (int d = 0; d < 2; ++d) {
+      for (int d = 0; d < kColumnsAtOnce / 8; ++d) {
         unsigned hiV[2], loV[2];
         for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
           split_tf32(0.5f * lane_v[(8 * j + i) * kStride + first + 8 * d], hiV[i], loV[i]);
@@ -112,7 +113,7 @@ inline __device__ void add_product_tf32(float (&rO)[kCount], const float (&rP)[k
         ptx::mma_tf32(large[d], hiP, hiV);
       }
     }
-    for (int d = 0; d < 2; ++d) {
+    for (int d = 0; d < kColumnsAtOnce / 8; ++d) {
       for (int i = 0; i < 4; ++i) {
         float& x = rO[first / 2 + 4 * d + i];
         x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
@@ -226,6 +227,29 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
          make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
 }
 
+// Splits a block's tile of a head: of K if blockIdx.y is 0, of V if it is 1. The first kKBytes of a tile
+// are hi, lo and the scales of K, the rest those of V. Rows past the end are zero.
+template <int kHeadDim, int kThreads, int kKBytes, int kTileBytes>
+inline __device__ void split_tile(unsigned char* tiles, const float* k, const float* v,
+                                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
+  const bool is_v = blockIdx.y == 1;
+  const Strides strides = is_v ? v_strides : k_strides;
+  const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
+  const int n_start = blockIdx.x % tiles_per_head * kBlockN;
+  const int head = blockIdx.x / tiles_per_head;
+  const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
+                        head % num_heads * strides.head + n_start * strides.seqlen;
+  TileRows<kHeadDim, kThreads> rows;
+  load_rows(rows, g_rows, strides.seqlen, n_start, seqlen);
+  unsigned char* operand = tiles + int64_t{blockIdx.x} * kTileBytes + (is_v ? kKBytes : 0);
+  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes<kHeadDim>);
+  if (is_v) {
+    split_v(operand, scales, rows);
+  } else {
+    split_k(operand, scales, rows);
+  }
+}
+
 // ---- Rows of queries ----------------------------------------------------------------------------
 
 // Lane l of warp w of a warpgroup holds of S and O rows 16 w + l / 4 (r = 0) and 8 further on (r = 1),
@@ -259,6 +283,34 @@ template <int kCount>
 inline __device__ float split_q(SplitOf<kCount>& rQ, int i, const float2 (&pairs)[2 * kCount],
                                 float largest, float softmax_scale) {
   return softmax_scale * 1.4426950408889634f * power_of_two(split_row(rQ, i, pairs, largest));
+}
+
+// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero.
+template <int kCount>
+inline __device__ void load_q(SplitOf<kCount>& rQ, float (&scales)[2], const float* gQ,
+                              int64_t g_stride, int m, int seqlen, float softmax_scale) {
+  const int n = 2 * (threadIdx.x % 4);
+  for (int i = 0; i < 2; ++i) {
+    float2 x[2 * kCount];
+    float largest = 0.0f;
+    for (int j = 0; j < 2 * kCount; ++j) {
+      x[j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
+                                : make_float2(0.0f, 0.0f);
+      largest = largest_of(largest, x[j]);
+    }
+    scales[i] = split_q(rQ, i, x, largest, softmax_scale);
+  }
+}
+
+// Only loads a lane's pairs of row m of Q; a row past the end is zero.
+template <int kCount>
+inline __device__ void load_q(float2 (&pairs)[kCount], const float* gQ, int64_t g_stride, int m,
+                              int seqlen) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    pairs[j] = m < seqlen ? load2(gQ + m * g_stride, 8 * j + 2 * (threadIdx.x % 4))
+                          : make_float2(0.0f, 0.0f);
+  }
 }
 
 constexpr int kScores = kBlockN / 2;  // elements of S per lane
@@ -424,6 +476,23 @@ inline __device__ float2 softmax(float (&rS)[kScores], Offsets& rows, const floa
     }
   }
   return make_float2(row_scale[0], row_scale[1]);
+}
+
+// ---- Barriers of warpgroups ---------------------------------------------------------------------
+
+// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
+// the next copy passes through another proxy and could overtake them.
+inline __device__ void arrive(ptx::Barrier* barrier) {
+  ptx::proxy_fence();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
+}
+
+// Consumers start their products in turn: one waits until another has passed the turn to it.
+inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
+template <int kConsumers>
+inline __device__ void pass_turn(int warpgroup) {
+  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
 }
 
 // ---- O -----------------------------------------------------------------------------------------

@@ -65,30 +65,6 @@ __global__ void __launch_bounds__(kSplitThreads)
   }
 }
 
-// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero.
-inline __device__ void load_q(Split& rQ, float (&scales)[2], const float* gQ, int64_t g_stride,
-                              int m, int seqlen, float softmax_scale) {
-  const int n = 2 * (threadIdx.x % 4);
-  for (int i = 0; i < 2; ++i) {
-    float2 x[kHeadDim / 8];
-    float largest = 0.0f;
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      x[j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
-                                : make_float2(0.0f, 0.0f);
-      largest = largest_of(largest, x[j]);
-    }
-    scales[i] = split_q(rQ, i, x, largest, softmax_scale);
-  }
-}
-
-// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
-// the next copy passes through another proxy and could overtake them.
-inline __device__ void arrive(ptx::Barrier* barrier) {
-  ptx::proxy_fence();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-}
-
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
                      const unsigned char* __restrict__ tiles, float* __restrict__ o,

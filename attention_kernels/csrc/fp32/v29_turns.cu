@@ -63,36 +63,6 @@ __global__ void __launch_bounds__(kSplitThreads)
   }
 }
 
-// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero.
-inline __device__ void load_q(Split& rQ, float (&scales)[2], const float* gQ, int64_t g_stride,
-                              int m, int seqlen, float softmax_scale) {
-  const int n = 2 * (threadIdx.x % 4);
-  for (int i = 0; i < 2; ++i) {
-    float2 x[kHeadDim / 8];
-    float largest = 0.0f;
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      x[j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
-                                : make_float2(0.0f, 0.0f);
-      largest = largest_of(largest, x[j]);
-    }
-    scales[i] = split_q(rQ, i, x, largest, softmax_scale);
-  }
-}
-
-// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
-// the next copy passes through another proxy and could overtake them.
-inline __device__ void arrive(ptx::Barrier* barrier) {
-  ptx::proxy_fence();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-}
-
-// Consumers start their products in turn: one waits until another has passed the turn to it.
-inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
-inline __device__ void pass_turn(int warpgroup) {
-  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
-}
-
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
                      const unsigned char* __restrict__ tiles, float* __restrict__ o,
@@ -182,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto end_turn = [&](int tile) {
     const bool is_last = warpgroup == kConsumers - 1 && tile + 1 == shared;
-    if (tile < shared && !is_last) pass_turn(warpgroup);
+    if (tile < shared && !is_last) pass_turn<kConsumers>(warpgroup);
   };
   const auto scales_of = [&](int tile) {
     return reinterpret_cast<const float*>(s_tiles + tile % kStages * kStageBytes +
@@ -201,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(&empty[tile % kStages]);
   };
 
-  if (warpgroup == kConsumers - 1) pass_turn(warpgroup);
+  if (warpgroup == kConsumers - 1) pass_turn<kConsumers>(warpgroup);
   start_qk(0);
   end_turn(0);
   ptx::multiply_wait<0>(rS);

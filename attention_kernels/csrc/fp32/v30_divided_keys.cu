@@ -47,58 +47,12 @@ constexpr int kFloatRow = kHeadDim + 4;
 constexpr int kDiagonalBytes = 64 * kConsumers * kFloatRow * sizeof(float);
 constexpr int kSmemBytes = kStages * kStageBytes + kDiagonalBytes;
 
-// A block has a tile of kBlockN keys of a head: of K if blockIdx.y is 0, of V if it is 1. Rows past
-// the end are zero.
 __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, unsigned char* tiles,
                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
   ptx::allow_next();
-  const bool is_v = blockIdx.y == 1;
-  const Strides strides = is_v ? v_strides : k_strides;
-  const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
-  const int n_start = blockIdx.x % tiles_per_head * kBlockN;
-  const int head = blockIdx.x / tiles_per_head;
-  const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
-                        head % num_heads * strides.head + n_start * strides.seqlen;
-  TileRows<kHeadDim, kSplitThreads> rows;
-  load_rows(rows, g_rows, strides.seqlen, n_start, seqlen);
-  unsigned char* operand = tiles + int64_t{blockIdx.x} * kTileBytes + (is_v ? kPartBytes : 0);
-  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes<kHeadDim>);
-  if (is_v) {
-    split_v(operand, scales, rows);
-  } else {
-    split_k(operand, scales, rows);
-  }
-}
-
-// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero.
-inline __device__ void load_q(Split& rQ, float (&scales)[2], const float* gQ, int64_t g_stride,
-                              int m, int seqlen, float softmax_scale) {
-  const int n = 2 * (threadIdx.x % 4);
-  for (int i = 0; i < 2; ++i) {
-    float2 x[kHeadDim / 8];
-    float largest = 0.0f;
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      x[j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
-                                : make_float2(0.0f, 0.0f);
-      largest = largest_of(largest, x[j]);
-    }
-    scales[i] = split_q(rQ, i, x, largest, softmax_scale);
-  }
-}
-
-// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
-// the next copy passes through another proxy and could overtake them.
-inline __device__ void arrive(ptx::Barrier* barrier) {
-  ptx::proxy_fence();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-}
-
-// Consumers start their products in turn: one waits until another has passed the turn to it.
-inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
-inline __device__ void pass_turn(int warpgroup) {
-  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
+  split_tile<kHeadDim, kSplitThreads, kPartBytes, kTileBytes>(tiles, k, v, k_strides, v_strides,
+                                                              seqlen, num_heads);
 }
 
 template <bool kDividesKeys>
@@ -206,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto end_turn = [&](int tile) {
     const bool is_last = warpgroup == kConsumers - 1 && tile + 1 == shared;
-    if (tile < shared && !is_last) pass_turn(warpgroup);
+    if (tile < shared && !is_last) pass_turn<kConsumers>(warpgroup);
   };
   const auto scales_of = [&](int tile) {
     return reinterpret_cast<const float*>(s_tiles + tile % kStages * kStageBytes +
@@ -225,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(&empty[tile % kStages]);
   };
 
-  if (!kDividesKeys && warpgroup == kConsumers - 1) pass_turn(warpgroup);
+  if (!kDividesKeys && warpgroup == kConsumers - 1) pass_turn<kConsumers>(warpgroup);
   if (first < end) {
     start_qk(first);
     end_turn(first);

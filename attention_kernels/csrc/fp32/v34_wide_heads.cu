@@ -178,20 +178,6 @@ inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (
   }
 }
 
-// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
-// the next copy passes through another proxy and could overtake them.
-inline __device__ void arrive(ptx::Barrier* barrier) {
-  ptx::proxy_fence();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-}
-
-// Consumers start their products in turn: one waits until another has passed the turn to it.
-inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
-inline __device__ void pass_turn(int warpgroup) {
-  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
-}
-
 // A warpgroup copies kBlockN rows of V from row n on, where its first warp has waited for `empty`; rows
 // past the end become copies of the last one. A warp starts one copy after the other, so all four share
 // them.
@@ -311,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     multiply_pv(rPV, rP, s_v + stage * kStageBytes);
   };
   const auto end_turn = [&](int tile) {
-    if (tile + is_last < shared) pass_turn(warpgroup);
+    if (tile + is_last < shared) pass_turn<kConsumers>(warpgroup);
   };
   const auto scales_of = [&](const unsigned char* stages, int tile) {
     return reinterpret_cast<const float*>(stages + tile % kStages * kStageBytes +
@@ -331,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(&v_empty[tile % kStages]);
   };
 
-  if (is_last) pass_turn(warpgroup);
+  if (is_last) pass_turn<kConsumers>(warpgroup);
   start_qk(0);
   end_turn(0);
   ptx::multiply_wait<0>(rS);

@@ -49,8 +49,6 @@ constexpr int kFloatRow = kHeadDim + 4;
 constexpr int kDiagonalBytes = 64 * kConsumers * kFloatRow * sizeof(float);
 constexpr int kSmemBytes = kStages * kStageBytes + kDiagonalBytes;
 
-// A block has a tile of kBlockN keys of a head: of K if blockIdx.y is 0, of V if it is 1. Rows past
-// the end are zero.
 __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, unsigned char* tiles,
                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
@@ -58,46 +56,8 @@ __global__ void __launch_bounds__(kSplitThreads)
   // Not before: attention reads Q and V without waiting. It starts when every block here has come this
   // far, and each has waited for what wrote them.
   ptx::allow_next();
-  const bool is_v = blockIdx.y == 1;
-  const Strides strides = is_v ? v_strides : k_strides;
-  const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
-  const int n_start = blockIdx.x % tiles_per_head * kBlockN;
-  const int head = blockIdx.x / tiles_per_head;
-  const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
-                        head % num_heads * strides.head + n_start * strides.seqlen;
-  TileRows<kHeadDim, kSplitThreads> rows;
-  load_rows(rows, g_rows, strides.seqlen, n_start, seqlen);
-  unsigned char* operand = tiles + int64_t{blockIdx.x} * kTileBytes + (is_v ? kPartBytes : 0);
-  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes<kHeadDim>);
-  if (is_v) {
-    split_v(operand, scales, rows);
-  } else {
-    split_k(operand, scales, rows);
-  }
-}
-
-// Loads a lane's pairs of row m of Q; a row past the end is zero.
-inline __device__ void load_q(float2 (&pairs)[kHeadDim / 8], const float* gQ, int64_t g_stride,
-                              int m, int seqlen) {
-#pragma unroll
-  for (int j = 0; j < kHeadDim / 8; ++j) {
-    pairs[j] = m < seqlen ? load2(gQ + m * g_stride, 8 * j + 2 * (threadIdx.x % 4))
-                          : make_float2(0.0f, 0.0f);
-  }
-}
-
-// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
-// the next copy passes through another proxy and could overtake them.
-inline __device__ void arrive(ptx::Barrier* barrier) {
-  ptx::proxy_fence();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-}
-
-// Consumers start their products in turn: one waits until another has passed the turn to it.
-inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
-inline __device__ void pass_turn(int warpgroup) {
-  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
+  split_tile<kHeadDim, kSplitThreads, kPartBytes, kTileBytes>(tiles, k, v, k_strides, v_strides,
+                                                              seqlen, num_heads);
 }
 
 template <bool kDividesKeys>
@@ -217,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto end_turn = [&](int tile) {
     const bool is_last = warpgroup == kConsumers - 1 && tile + 1 == shared;
-    if (tile < shared && !is_last) pass_turn(warpgroup);
+    if (tile < shared && !is_last) pass_turn<kConsumers>(warpgroup);
   };
   const auto scales_of = [&](int tile) {
     return reinterpret_cast<const float*>(s_tiles + tile % kStages * kStageBytes +
@@ -236,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arrive(&empty[tile % kStages]);
   };
 
-  if (!kDividesKeys && warpgroup == kConsumers - 1) pass_turn(warpgroup);
+  if (!kDividesKeys && warpgroup == kConsumers - 1) pass_turn<kConsumers>(warpgroup);
   if (first < end) {
     start_qk(first);
     end_turn(first);

@@ -52,8 +52,6 @@ template <int kBlockM>
 constexpr int kSmemBytes =
     kStages * kStageBytes + 64 * kConsumers<kBlockM> * kFloatRow * sizeof(float);
 
-// A block has a tile of kBlockN keys of a head: of K if blockIdx.y is 0, of V if it is 1. Rows past
-// the end are zero.
 __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, unsigned char* tiles,
                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
@@ -61,22 +59,8 @@ __global__ void __launch_bounds__(kSplitThreads)
   // Not before: attention reads Q and V without waiting. It starts when every block here has come this
   // far, and each has waited for what wrote them.
   ptx::allow_next();
-  const bool is_v = blockIdx.y == 1;
-  const Strides strides = is_v ? v_strides : k_strides;
-  const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
-  const int n_start = blockIdx.x % tiles_per_head * kBlockN;
-  const int head = blockIdx.x / tiles_per_head;
-  const float* g_rows = (is_v ? v : k) + head / num_heads * strides.batch +
-                        head % num_heads * strides.head + n_start * strides.seqlen;
-  TileRows<kHeadDim, kSplitThreads> rows;
-  load_rows(rows, g_rows, strides.seqlen, n_start, seqlen);
-  unsigned char* operand = tiles + int64_t{blockIdx.x} * kTileBytes + (is_v ? kKBytes : 0);
-  float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes<kHeadDim>);
-  if (is_v) {
-    split_v(operand, scales, rows);
-  } else {
-    split_k(operand, scales, rows);
-  }
+  split_tile<kHeadDim, kSplitThreads, kKBytes, kTileBytes>(tiles, k, v, k_strides, v_strides,
+                                                           seqlen, num_heads);
 }
 
 // Loads a lane's pairs of row m of Q; a row before the first or past the end is zero.
@@ -87,54 +71,6 @@ inline __device__ void load_q(float2 (&pairs)[kHeadDim / 8], const float* gQ, in
     pairs[j] = m >= 0 && m < seqlen ? load2(gQ + m * g_stride, 8 * j + 2 * (threadIdx.x % 4))
                                     : make_float2(0.0f, 0.0f);
   }
-}
-
-// O = row_scale O + P V in TF32, which has float32's exponents, with V not scaled. P = 0 times any
-// finite V is 0, however large it is. The lane's warp sees the first `keys` keys.
-inline __device__ void add_product_tf32(float (&rO)[kHeadDim / 2], const float (&rP)[kScores],
-                                        float2 row_scale, const float* s_v, int keys) {
-  const int lane_id = threadIdx.x % 32;
-  const float* lane_v = s_v + 2 * (lane_id % 4) * kFloatRow + lane_id / 4;
-  float small[kHeadDim / 8][4] = {}, large[kHeadDim / 8][4] = {};
-#pragma unroll
-  for (int j = 0; j < kBlockN / 8; ++j) {
-    if (8 * j >= keys) break;
-    unsigned hiP[4], loP[4];
-    for (int i = 0; i < 4; ++i) {
-      split_tf32(rP[4 * j + i % 2 * 2 + i / 2], hiP[i], loP[i]);
-    }
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 8; ++d) {
-      unsigned hiV[2], loV[2];
-      for (int i = 0; i < 2; ++i) {  // halved: rounding up could overflow
-        split_tf32(0.5f * lane_v[(8 * j + i) * kFloatRow + 8 * d], hiV[i], loV[i]);
-      }
-      ptx::mma_tf32(small[d], loP, hiV);
-      ptx::mma_tf32(small[d], hiP, loV);
-      ptx::mma_tf32(large[d], hiP, hiV);
-    }
-  }
-  for (int d = 0; d < kHeadDim / 8; ++d) {
-    for (int i = 0; i < 4; ++i) {
-      float& x = rO[4 * d + i];
-      x = fmaf(x, i < 2 ? row_scale.x : row_scale.y, 2.0f * (small[d][i] + large[d][i]));
-    }
-  }
-}
-
-// Tells that this warp is done with what the barrier guards. The fence ends its loads of scales first:
-// the next copy passes through another proxy and could overtake them.
-inline __device__ void arrive(ptx::Barrier* barrier) {
-  ptx::proxy_fence();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-}
-
-// Consumers start their products in turn: one waits until another has passed the turn to it.
-inline __device__ void wait_for_turn(int warpgroup) { ptx::named_barrier_sync(1 + warpgroup, 256); }
-template <int kConsumers>
-__device__ void pass_turn(int warpgroup) {
-  ptx::named_barrier_arrive(1 + (warpgroup + 1) % kConsumers, 256);
 }
 
 template <int kBlockM>
@@ -300,8 +236,9 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
     // A column's scale would make rows depend on keys that they do not see.
     for (float& p : rS) p /= kScaleP;
     ptx::barrier_wait(&diagonal_full, 0);
-    add_product_tf32(rO, rS, row_scale, s_diagonal + (m_first - m_start) * kFloatRow,
-                     threadIdx.x % 128 / 32 * 16 + 16);
+    add_product_tf32<kFloatRow, kHeadDim>(rO, rS, row_scale,
+                                          s_diagonal + (m_first - m_start) * kFloatRow,
+                                          threadIdx.x % 128 / 32 * 16 + 16);
   }
 
   float row_sum[2] = {reduce_sum(rows.row_sum[0]), reduce_sum(rows.row_sum[1])};
