@@ -18,7 +18,7 @@
 
 namespace {
 
-std::mutex guard;
+std::recursive_mutex guard;  // to ask for parameters may load a module
 std::vector<std::string> modules;
 bool is_on = false;
 int launches = 0;
@@ -84,7 +84,7 @@ Launch of(const Parameters& p, const char* name) {
 }
 
 void CUPTIAPI on_event(void*, CUpti_CallbackDomain domain, CUpti_CallbackId id, const void* data) {
-  const std::lock_guard<std::mutex> lock(guard);
+  const std::lock_guard<std::recursive_mutex> lock(guard);
   if (domain == CUPTI_CB_DOMAIN_RESOURCE) {
     const auto* of_module = static_cast<const CUpti_ModuleResourceData*>(
         static_cast<const CUpti_ResourceData*>(data)->resourceDescriptor);
