@@ -151,12 +151,14 @@ def _predict_call(
 ) -> Prediction:
     """Predict launches, given how often each occurs; lines: explain their stalls."""
     each, explained = [], list[tuple[Launch, float, StallCycles]]()
-    before, gpu = set[str](), program.gpu
+    before, gpu, block = set[str](), program.gpu, 0.0
     for launch, count in counted.items():
         stalls: StallCycles = defaultdict(float)
         bases = {one.base for one in program.code[launch.symbol]}
-        one = _predict_launch(program, launch, min_bytes, stalls if lines else None)
-        if "PREEXIT" in before and "ACQBULK" in bases:  # it starts early, and waits
+        is_early = "PREEXIT" in before and "ACQBULK" in bases  # it starts early, and waits
+        recorded = stalls if lines else None
+        one, block = _predict_launch(program, launch, min_bytes, recorded, block * is_early)
+        if is_early:
             time_us = one.time_us - gpu.launch_us + gpu.early_launch_us
             one = dataclasses.replace(one, time_us=time_us, launch_us=gpu.early_launch_us)
         before = bases
@@ -168,12 +170,12 @@ def _predict_call(
 
 
 def _predict_launch(
-    program: Program, launch: Launch, min_bytes: float, stalls: StallCycles | None
-) -> Prediction:
-    """Predict one launch; stalls: records those on a full multiprocessor.
+    program: Program, launch: Launch, min_bytes: float, stalls: StallCycles | None, released: float
+) -> tuple[Prediction, float]:
+    """Predict one launch; also return the cycles of a block.
 
-    min_bytes: bytes that have to pass between the GPU and its memory; 0 if unknown. Raises
-    UnsupportedError if no block fits on the GPU.
+    min_bytes: bytes that have to pass between the GPU and its memory; 0 if unknown. stalls and
+    released: as for time_grid(). Raises UnsupportedError if no block fits on the GPU.
     """
     gpu, code = program.gpu, program.code[launch.symbol]
     line = line_of(program, launch)
@@ -191,7 +193,7 @@ def _predict_launch(
         raise UnsupportedError(program.path.name, [reason])
 
     from_memory = min(1.0, min_bytes / max(1.0, total["misses"] * SECTOR))
-    end, equal = time_grid(gpu, code, line, room, from_memory, stalls)
+    end, equal, block = time_grid(gpu, code, line, room, from_memory, stalls, released)
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
     hertz = gpu.clock_at(products / max(end, products, 1.0)) * 1e3  # cycles per microsecond
     needs = _needs(gpu, total, min_bytes, hertz)
@@ -200,7 +202,8 @@ def _predict_launch(
     balanced = min(max(equal / hertz, busiest), finished)
     times = finished + gpu.launch_us, needs, balanced - busiest, finished - balanced, gpu.launch_us
     counts = round(total["issue"]), round(total["loads"]), round(total["stores"])
-    return Prediction(program.path.stem, gpu.name, 0, *times, 1, *counts, tuple(assumed))
+    found = Prediction(program.path.stem, gpu.name, 0, *times, 1, *counts, tuple(assumed))
+    return found, block
 
 
 def _needs(

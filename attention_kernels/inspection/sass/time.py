@@ -213,6 +213,8 @@ class Multiprocessor:
         }
         self.pipe_of = [pipe_of(one) for one in code]
         self.l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
+        self.released = 0.0
+        """When the previous launch has ended, for which blocks of an early launch wait."""
 
     def run(
         self, works: Sequence[Work], most: float = math.inf, stalls: StallCycles | None = None
@@ -349,6 +351,8 @@ class Multiprocessor:
             next_at = max(next_at, *warp.copies[: max(1, len(warp.copies) // 2)])
             warp.copies.clear()
             self._watch(warp, next_at, LONG, warp.copied)
+        elif one.base == "ACQBULK":
+            next_at = max(next_at, self.released)
         if signal and block.contribute(signal, served, index):
             if one.base in PRODUCTS:
                 flop, operands = one.product
@@ -472,6 +476,14 @@ class Multiprocessor:
         per = (cycles - first) / (sum(issued) - sum(few))
         return per, max(0.0, first - per * sum(few))
 
+    def overlap(self, works: Sequence[Work], released: float) -> float:
+        """Return the cycles by which a block that starts `released` cycles early ends earlier."""
+        short, *_ = _by_length(works)
+        cycles, _ = self.run([short])
+        self.released = released
+        early, _ = self.run([short])
+        return cycles + released - early
+
     def together(self, works: Sequence[Work], count: int) -> list[float]:
         """Return cycles per instruction of `count` blocks that run at once, the oldest first."""
         short, *longer = _by_length(works)
@@ -525,15 +537,23 @@ def _longest(works: Sequence[Work], most: int) -> Work:
 
 
 def time_grid(
-    gpu: GpuModel, code: Code, line: Line, room: int, from_memory: float, stalls: StallCycles | None
-) -> tuple[float, float]:
-    """Return the cycles until all blocks of a grid have ended, and with the work shared equally.
+    gpu: GpuModel,
+    code: Code,
+    line: Line,
+    room: int,
+    from_memory: float,
+    stalls: StallCycles | None,
+    released: float,
+) -> tuple[float, float, float]:
+    """Return the cycles until all blocks of a grid have ended, with the work shared equally, and
+    those of a block.
 
     room: blocks that fit on a multiprocessor. from_memory: the share of the sectors that do not
-    come from L2. stalls: records those on a full multiprocessor.
+    come from L2. stalls: records those on a full multiprocessor. released: the cycles by which the
+    first blocks start before the previous launch has ended.
     """
     if not line.works:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. So does a block that requests data of its own. The output of an earlier launch is in
     # L2.
@@ -551,7 +571,11 @@ def time_grid(
     if stalls is not None:
         mean = line.totals()["issue"] / line.busy
         Multiprocessor(gpu, code, miss).observe(line.works, fits, mean, stalls)
-    return finish(line, gpu, alone, paces, extra)
+    end, equal = finish(line, gpu, alone, paces, extra)
+    block = alone * min(work.counts["issue"] for work in line.works)
+    if released:
+        end -= Multiprocessor(one, code, miss).overlap(line.works, released)
+    return end, equal, block
 
 
 def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
