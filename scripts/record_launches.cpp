@@ -9,6 +9,7 @@
 #include <cuda.h>
 #include <cupti.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -48,7 +49,11 @@ std::vector<std::string> parameters_of(const Launch& launch) {
   }
 }
 
-void save(const Launch& launch) {
+void save(Launch launch) {
+  if (!launch.name && cuFuncGetName(&launch.name, launch.kernel) != CUDA_SUCCESS) {
+    std::fprintf(stderr, "a launch of a kernel without a name is not saved\n");
+    return;
+  }
   const std::filesystem::path root = std::getenv("RECORD_FOLDER");
   const auto folder = root / std::to_string(launches++);
   std::filesystem::create_directories(folder);
