@@ -6,21 +6,23 @@
 // in global memory. Block i of every cluster adds up the parts of columns of its own, the i-th eighth
 // of x, and sends the sums to its cluster.
 //
-// So a layer has seven exchanges. In their order, with the bytes that each block that waits receives,
-// for GPT-2 small in float32 and in 16 bits:
+// So a layer has seven exchanges. In their order, with the phases of struct Block that send and wait,
+// and the bytes that each block that waits receives, for GPT-2 small in float32 and in 16 bits:
 //
-//   exchange      from                       to                             bytes       by
-//   kHeadsQkv     blocks with columns of     all of the cluster             768, 512    barrier
-//                 q, k and v
-//   kHeadsSplits  blocks with keys           all of the cluster             264 each    barrier
-//   words         every block: parts of the  the block of all clusters      9,216       tag
-//                 heads' projection          whose columns they are
-//   kSumX         every block: x             all of the cluster             3,072       barrier
-//   kHiddenUnits  every block                all of the cluster             1,024, 512  barrier
-//   words         every block: parts of the  the block of all clusters      9,216       tag
-//                 hidden units' projection   whose columns they are
-//   kNextX        every block: x             blocks of the cluster with     3,072       barrier
-//                                            columns of q, k and v
+//   exchange      sent by                        awaited by                     bytes       by
+//   kHeadsQkv     compute_qkv(): blocks with     compute_qkv(): all of the      768, 512    barrier
+//                 columns of q, k and v          cluster
+//   kHeadsSplits  attend(): blocks with keys     attend(): all of the cluster   264 each    barrier
+//   words         project_heads(): all, parts    project_heads(): blocks of     9,216       tag
+//                 of their columns of x          that rank in all clusters
+//   kSumX         project_heads(): all, their    compute_hidden(): all of the   3,072       barrier
+//                 columns of x                   cluster
+//   kHiddenUnits  compute_hidden(): all          project_hidden(): all of the   1,024, 512  barrier
+//                                                cluster
+//   words         project_hidden(): all, parts   sum_hidden(), in the end       9,216       tag
+//                 of their columns of x          leave_x(): as above
+//   kNextX        sum_hidden(): all, their       sum_hidden(): the cluster's    3,072       barrier
+//                 columns of x                   with columns of q, k and v
 //
 // Within a cluster, blocks store into each other's shared memory, and a barrier there counts the bytes
 // of an exchange. Between clusters, a word in global memory has a value and the tag of its layer: who
