@@ -178,7 +178,7 @@ WAITS = [
     "await_proj: ptx::barrier_wait(&shared.proj_arrived, layer % 2)",
     "await: ptx::barrier_wait(&shared.arrived[tile % kRegions], tile / kRegions % 2)",
     "await: ptx::barrier_wait(&shared.exchanges[exchange], layer % 2)",
-    "layers_at_once: ptx::cluster_wait()",
+    "begin: ptx::cluster_wait()",
     "sum_parts: parts[i] >> 32 == tag",
 ]
 FIRST_OF_LAYERS = 7

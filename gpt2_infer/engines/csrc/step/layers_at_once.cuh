@@ -6,21 +6,23 @@
 // in global memory. Block i of every cluster adds up the parts of columns of its own, the i-th eighth
 // of x, and sends the sums to its cluster.
 //
-// So a layer has seven exchanges. In their order, with the bytes that each block that waits receives,
-// for GPT-2 small in float32 and in 16 bits:
+// So a layer has seven exchanges. In their order, with the phases of struct Block that send and wait,
+// and the bytes that each block that waits receives, for GPT-2 small in float32 and in 16 bits:
 //
-//   exchange      from                       to                             bytes       by
-//   kHeadsQkv     blocks with columns of     all of the cluster             768, 512    barrier
-//                 q, k and v
-//   kHeadsSplits  blocks with keys           all of the cluster             264 each    barrier
-//   words         every block: parts of the  the block of all clusters      9,216       tag
-//                 heads' projection          whose columns they are
-//   kSumX         every block: x             all of the cluster             3,072       barrier
-//   kHiddenUnits  every block                all of the cluster             1,024, 512  barrier
-//   words         every block: parts of the  the block of all clusters      9,216       tag
-//                 hidden units' projection   whose columns they are
-//   kNextX        every block: x             blocks of the cluster with     3,072       barrier
-//                                            columns of q, k and v
+//   exchange      sent by                        awaited by                     bytes       by
+//   kHeadsQkv     compute_qkv(): blocks with     compute_qkv(): all of the      768, 512    barrier
+//                 columns of q, k and v          cluster
+//   kHeadsSplits  attend(): blocks with keys     attend(): all of the cluster   264 each    barrier
+//   words         project_heads(): all, parts    project_heads(): blocks of     9,216       tag
+//                 of their columns of x          that rank in all clusters
+//   kSumX         project_heads(): all, their    compute_hidden(): all of the   3,072       barrier
+//                 columns of x                   cluster
+//   kHiddenUnits  compute_hidden(): all          project_hidden(): all of the   1,024, 512  barrier
+//                                                cluster
+//   words         project_hidden(): all, parts   sum_hidden(), in the end       9,216       tag
+//                 of their columns of x          leave_x(): as above
+//   kNextX        sum_hidden(): all, their       sum_hidden(): the cluster's    3,072       barrier
+//                 columns of x                   with columns of q, k and v
 //
 // Within a cluster, blocks store into each other's shared memory, and a barrier there counts the bytes
 // of an exchange. Between clusters, a word in global memory has a value and the tag of its layer: who
@@ -129,15 +131,6 @@ struct Tiles {
   }
   __device__ uint4* proj() const { return s_tiles + kRegions * (kRegionBytes / 16); }
 
-  __device__ void initialize() {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < kRegions; ++i) ptx::barrier_init(&shared.arrived[i], 1);
-      ptx::barrier_init(&shared.proj_arrived, 1);
-      for (int i = 0; i < kExchanges; ++i) ptx::barrier_init(&shared.exchanges[i], 1);
-      ptx::barrier_init_fence();
-    }
-    __syncwarp();  // without it, racecheck warns that another lane may have initialized them
-  }
   __device__ void await(int tile) {
     ptx::barrier_wait(&shared.arrived[tile % kRegions], tile / kRegions % 2);
   }
@@ -198,20 +191,6 @@ constexpr int kVectorLines = ceil_div(static_cast<int>(sizeof(LayerVectors)), kL
 constexpr int kVectorLinesOfBlock = ceil_div(kVectorLines, kRanks* kHeads);
 static_assert(kAttendThreads >= 2 * kSplit);
 
-// Requests the keys and values that the block reads in a layer, and its share of the layer's vectors,
-// into L2.
-__device__ inline void prefetch(const StepParams& p, int layer, int rank, int head, int newest) {
-  const int t = threadIdx.x, key = rank * kSplit + t / 2;
-  if (t < 2 * kSplit && key < newest) {
-    const Element* const row = cache_of(p, layer, t % 2, 0, head) + int64_t{key} * kHeadDim;
-#pragma unroll
-    for (int i = 0; i < kHeadDim; i += kLineOfRow) ptx::prefetch(row + i);
-  }
-  const int line = blockIdx.x * kVectorLinesOfBlock + t;
-  if (t < kVectorLinesOfBlock && line < kVectorLines)
-    ptx::prefetch(reinterpret_cast<const char*>(&p.vectors[layer]) + line * kLine);
-}
-
 // Sends an element to block `to` of the cluster, if it exists. Consecutive lanes have consecutive
 // elements.
 template <typename T>
@@ -260,95 +239,20 @@ __device__ inline float sum_parts(const Word* words, unsigned tag) {
   return y;
 }
 
-// Adds up a column's sums of all warps.
-__device__ inline float sum_warps(const LayersShared& shared, int column) {
-  float y = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kAttendWarps; ++w) y += shared.sums[w][column];
-  return y;
+__device__ inline float embedding(const StepParams& p, int64_t token, int position, int i) {
+  return to_float(p.wte[token * kEmbd + i]) + to_float(p.wpe[int64_t{position} * kEmbd + i]);
 }
 
-// The exchanges by barriers: how many bytes a block expects, and their arrival.
-struct Exchanges {
-  LayersShared& shared;
-  const int newest;
-  __device__ __forceinline__ void expect(Exchange exchange) {
-    constexpr int kBytes[kExchanges] = {
-        4 * kEmbd, 4 * kEmbd, 4 * kHeadDim + 2 * kHeadDim * static_cast<int>(sizeof(Element)), 0,
-        kClusterHidden * static_cast<int>(sizeof(Factor))};
-    const int bytes = exchange == kHeadsSplits
-                          ? (newest / kSplit + 1) * static_cast<int>(sizeof(Partial))
-                          : kBytes[exchange];
-    if (threadIdx.x == 0) ptx::barrier_expect(&shared.exchanges[exchange], bytes);
-  }
-  __device__ __forceinline__ void await(Exchange exchange, int layer) {
-    ptx::barrier_wait(&shared.exchanges[exchange], layer % 2);
-    expect(exchange);  // the next layer's
-  }
-};
+// What a thread needs of a layer besides weights, keys and values.
+struct Inputs {
+  const Norm<kAttendWarps> norm_1, norm_2;
+  float qkv_bias[kMostUnits], fc_bias[kFcUnits], proj_bias, fc2_bias;
 
-// Grid: kRanks times the heads.
-__global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepParams p) {
-  ATTENTION_DYNAMIC_SHARED(uint4, s_tiles);
-  __shared__ LayersShared shared;
-  ptx::allow_next();
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int rank = blockIdx.x % kRanks, head = blockIdx.x / kRanks;
-  const bool requests = warp == kAttendWarps - 1;
-  Tiles tiles{p, shared, s_tiles, rank, head};
-  tiles.initialize();
-  const int newest = p.seqlens[0];
-  Exchanges exchanges{shared, newest};
-  for (int i = 0; i < kExchanges; ++i) exchanges.expect(static_cast<Exchange>(i));
-  __syncthreads();
-  if (requests) {
-    tiles.request(0);
-    tiles.request_proj(0);
-#pragma unroll 1
-    for (int i = 1; i < kRegions; ++i) tiles.request(i);
-  }
-  const int64_t token = p.newest[0] < 0 ? 0 : p.newest[0];
-  const auto embedding = [&](int i) {
-    return to_float(p.wte[token * kEmbd + i]) + to_float(p.wpe[int64_t{newest} * kEmbd + i]);
-  };
-#pragma unroll
-  for (int i = 0; i < kXPerThread; ++i) {
-    const int at = t + i * kAttendThreads;
-    if (at < kEmbd) shared.x_next[at] = embedding(at);
-  }
-  // This thread's column of x, in the blocks of this rank
-  const bool has_column = t < kRankColumns;
-  const int column = rank * kRankColumns + (has_column ? t : 0);
-  float x = embedding(column);
-  const bool has_unit = rank < kQkvUnits;
-  auto& words = p.scratch->words;
-  const Word* const parts = words[0] + column;
-  const Word* const hidden_parts = words[kHeads] + column;
-  Word* const my_parts = words[head] + rank * kRankColumns;
-  Word* const my_hidden_parts = words[kHeads + head] + rank * kRankColumns;
-  unsigned tag = p.scratch->epoch * p.layers;  // of the previous layer's parts
-  const auto send_x = [&](float* here, Exchange exchange) {
-#pragma unroll
-    for (int to = 0; to < (exchange == kNextX ? min_of(kRanks, kQkvUnits) : kRanks); ++to)
-      ptx::send_words<1>(here + column, to, {__float_as_uint(x)}, &shared.exchanges[exchange]);
-  };
-  const auto normalize = [&](const Norm<kAttendWarps>& norm, const float* of) {
-    norm.apply(
-        [&](int, int k) { return of[k]; }, p.epsilon, shared.norm,
-        [&](int k, const float (&row)[1]) { shared.normed[k] = from_float<Factor>(row[0]); });
-  };
-  ptx::cluster_arrive();
-  ptx::cluster_wait();  // the cluster's blocks have begun, and expect what they are sent
-
-  constexpr int kColumns = QkvProduct::kColumns, kFcColumns = FcProduct::kColumns;
-  float fc2_bias = 0.0f;
-  for (int layer = 0; layer < p.layers; ++layer) {
-    // What the layer needs besides its weights. All is loaded together, while the block waits for the
-    // parts of x: a warp that waits for one of its loads waits for later ones as well.
-    const LayerVectors& vectors = p.vectors[layer];
-    const Norm<kAttendWarps> norm_1(vectors.ln_1_weight, vectors.ln_1_bias);
-    const Norm<kAttendWarps> norm_2(vectors.ln_2_weight, vectors.ln_2_bias);
-    float qkv_bias[kMostUnits], fc_bias[kFcUnits];
+  __device__ __forceinline__ Inputs(const LayerVectors& vectors, int rank, int head, int column)
+      : norm_1(vectors.ln_1_weight, vectors.ln_1_bias),
+        norm_2(vectors.ln_2_weight, vectors.ln_2_bias) {
+    constexpr int kColumns = QkvProduct::kColumns, kFcColumns = FcProduct::kColumns;
+    const int t = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kMostUnits; ++i) {
       const int unit = min(rank + i * kRanks, kQkvUnits - 1);
@@ -359,48 +263,158 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
     for (int i = 0; i < kFcUnits; ++i)
       fc_bias[i] =
           vectors.fc_bias[(head * kRanks + rank) * kRankHidden + i * kFcColumns + t % kFcColumns];
-    const float proj_bias = vectors.proj_bias[column], previous_fc2_bias = fc2_bias;
+    proj_bias = vectors.proj_bias[column];
     fc2_bias = vectors.fc2_bias[column];
-    Attention attention{slot::Cache{cache_of(p, layer, 0, 0, head), cache_of(p, layer, 1, 0, head),
-                                    kHeadDim, kHeadDim, newest}};
-    attention.load(rank);
-    const int tile = 3 * layer;
-    // x: the parts of the layer before
+  }
+};
+
+// A block, with a function for each phase. All are inlined and lambdas capture copies, so that the
+// members stay in registers.
+struct Block {
+  const StepParams& p;
+  LayersShared& shared;
+  uint4* const s_tiles;
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const int rank = blockIdx.x % kRanks, head = blockIdx.x / kRanks;
+  const bool requests = warp == kAttendWarps - 1;  // tiles
+  Tiles tiles{p, shared, s_tiles, rank, head};
+  int newest;
+  // This thread's column of x, in the blocks of this rank
+  const bool has_column = t < kRankColumns;
+  int column;
+  float x;
+  float fc2_bias = 0.0f;             // of the previous layer
+  unsigned tag;                      // of the newest parts
+  const Word *parts, *hidden_parts;  // of the column, from all clusters
+  Word *my_parts, *my_hidden_parts;  // from this one, of all columns of the rank
+
+  __device__ __forceinline__ void expect(Exchange exchange) {
+    constexpr int kBytes[kExchanges] = {
+        4 * kEmbd, 4 * kEmbd, 4 * kHeadDim + 2 * kHeadDim * static_cast<int>(sizeof(Element)), 0,
+        kClusterHidden * static_cast<int>(sizeof(Factor))};
+    const int bytes = exchange == kHeadsSplits
+                          ? (newest / kSplit + 1) * static_cast<int>(sizeof(Partial))
+                          : kBytes[exchange];
+    if (t == 0) ptx::barrier_expect(&shared.exchanges[exchange], bytes);
+  }
+  __device__ __forceinline__ void await(Exchange exchange, int layer) {
+    ptx::barrier_wait(&shared.exchanges[exchange], layer % 2);
+    expect(exchange);  // the next layer's
+  }
+  __device__ __forceinline__ void send_x(float* here, Exchange exchange) const {
+#pragma unroll
+    for (int to = 0; to < (exchange == kNextX ? min_of(kRanks, kQkvUnits) : kRanks); ++to)
+      ptx::send_words<1>(here + column, to, {__float_as_uint(x)}, &shared.exchanges[exchange]);
+  }
+
+  // Requests the keys and values that the block reads in a layer, and its share of the layer's
+  // vectors, into L2.
+  __device__ __forceinline__ void prefetch(int layer) const {
+    const int key = rank * kSplit + t / 2;
+    if (t < 2 * kSplit && key < newest) {
+      const Element* const row = cache_of(p, layer, t % 2, 0, head) + int64_t{key} * kHeadDim;
+#pragma unroll
+      for (int i = 0; i < kHeadDim; i += kLineOfRow) ptx::prefetch(row + i);
+    }
+    const int line = blockIdx.x * kVectorLinesOfBlock + t;
+    if (t < kVectorLinesOfBlock && line < kVectorLines)
+      ptx::prefetch(reinterpret_cast<const char*>(&p.vectors[layer]) + line * kLine);
+  }
+
+  __device__ __forceinline__ void normalize(const Norm<kAttendWarps>& norm, const float* of) {
+    Factor* const normed = shared.normed;
+    norm.apply([=](int, int k) { return of[k]; }, p.epsilon, shared.norm,
+               [=](int k, const float (&row)[1]) { normed[k] = from_float<Factor>(row[0]); });
+  }
+  // Multiplies what is normalized by the tile's i-th unit of columns; each warp leaves its sums.
+  template <typename P>
+  __device__ __forceinline__ void multiply(const uint4* tile, int i) {
+    float* const sums = shared.sums[warp];
+    ArrivedWeights<P> weights{tile + i * (P::kBytes / 16)};
+    P::template multiply<false>(weights, shared.normed,
+                                [=](int at, float sum) { sums[i * P::kColumns + at] = sum; });
+  }
+  // Adds up a column's sums of all warps.
+  __device__ __forceinline__ float sum_warps(int at) const {
+    float y = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kAttendWarps; ++w) y += shared.sums[w][at];
+    return y;
+  }
+
+  // Requests tiles first, so that they arrive while x is read and the cluster's blocks begin.
+  __device__ __forceinline__ void begin() {
+    if (t == 0) {
+      for (int i = 0; i < kRegions; ++i) ptx::barrier_init(&shared.arrived[i], 1);
+      ptx::barrier_init(&shared.proj_arrived, 1);
+      for (int i = 0; i < kExchanges; ++i) ptx::barrier_init(&shared.exchanges[i], 1);
+      ptx::barrier_init_fence();
+    }
+    __syncwarp();  // without it, racecheck warns that another lane may have initialized them
+    newest = p.seqlens[0];
+    for (int i = 0; i < kExchanges; ++i) expect(static_cast<Exchange>(i));
+    __syncthreads();
+    if (requests) {
+      tiles.request(0);
+      tiles.request_proj(0);
+#pragma unroll 1
+      for (int i = 1; i < kRegions; ++i) tiles.request(i);
+    }
+    const int64_t token = p.newest[0] < 0 ? 0 : p.newest[0];
+#pragma unroll
+    for (int i = 0; i < kXPerThread; ++i) {
+      const int at = t + i * kAttendThreads;
+      if (at < kEmbd) shared.x_next[at] = embedding(p, token, newest, at);
+    }
+    column = rank * kRankColumns + (has_column ? t : 0);
+    x = embedding(p, token, newest, column);
+    auto& words = p.scratch->words;
+    parts = words[0] + column;
+    hidden_parts = words[kHeads] + column;
+    my_parts = words[head] + rank * kRankColumns;
+    my_hidden_parts = words[kHeads + head] + rank * kRankColumns;
+    tag = p.scratch->epoch * p.layers;
+    ptx::cluster_arrive();
+    ptx::cluster_wait();  // the cluster's blocks have begun, and expect what they are sent
+  }
+
+  // Ends the previous layer, after the loads for this one, which arrive meanwhile.
+  __device__ __forceinline__ void sum_hidden(const Inputs& inputs, int layer, int tile) {
     if (layer > 0) {
       if (has_column) {
-        x += sum_parts(hidden_parts, tag) + previous_fc2_bias;
+        x += sum_parts(hidden_parts, tag) + fc2_bias;
         send_x(shared.x_next, kNextX);
       }
       tiles.await(tile);
-      if (has_unit) exchanges.await(kNextX, layer - 1);
+      if (rank < kQkvUnits) await(kNextX, layer - 1);
     } else {
       tiles.await(tile);
     }
+    fc2_bias = inputs.fc2_bias;
     ++tag;
-    if (layer + 1 < p.layers) prefetch(p, layer + 1, rank, head, newest);
+    if (layer + 1 < p.layers) prefetch(layer + 1);
+  }
 
-    // q, k and v
-    if (has_unit) {
-      normalize(norm_1, shared.x_next);
-    } else {
+  // Each block normalizes all of x: to send it normalized would be one more exchange.
+  __device__ __forceinline__ void compute_qkv(const Inputs& inputs, int layer, int tile) {
+    constexpr int kColumns = QkvProduct::kColumns;
+    if (rank < kQkvUnits)
+      normalize(inputs.norm_1, shared.x_next);
+    else
       __syncthreads();
-    }
     if (requests && layer > 0) tiles.request(tile - 1 + kRegions);
 #pragma unroll
     for (int i = 0; i < kMostUnits; ++i) {
       if (rank + i * kRanks >= kQkvUnits) break;
-      ArrivedWeights<QkvProduct> weights{tiles.region(tile) + i * (QkvProduct::kBytes / 16)};
-      QkvProduct::multiply<false>(weights, shared.normed, [&](int at, float sum) {
-        shared.sums[warp][i * kColumns + at] = sum;
-      });
+      multiply<QkvProduct>(tiles.region(tile), i);
     }
     ptx::proxy_fence();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kMostUnits; ++i) {
-      const int unit = rank + i * kRanks;
+      const unsigned unit = rank + i * kRanks;
       if (unit >= kQkvUnits) break;
-      const float y = sum_warps(shared, i * kColumns + t % kColumns) + qkv_bias[i];
+      const float y = sum_warps(i * kColumns + t % kColumns) + inputs.qkv_bias[i];
       const int to = t / kColumns;  // the block that this thread sends its column to
       const int matrix = unit / kUnitsPerHead, at = unit % kUnitsPerHead * kColumns + t % kColumns;
       if (matrix == 0) {
@@ -413,9 +427,11 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
       }
     }
     if (requests) tiles.request(tile + kRegions);
-    exchanges.await(kHeadsQkv, layer);
+    await(kHeadsQkv, layer);
+  }
 
-    // Attention
+  // Every block joins all splits, because each multiplies all of the head's O.
+  __device__ __forceinline__ void attend(Attention& attention, int layer) {
     auto& splits = shared.attention.splits;
     if (rank * kSplit <= newest) {
       const auto query =
@@ -438,52 +454,85 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
       }
     }
     tiles.await_proj(layer);
-    exchanges.await(kHeadsSplits, layer);
+    await(kHeadsSplits, layer);
     if (t < kHeadDim) {
       const Join<1> join(splits, newest / kSplit + 1, t);
       shared.o[t] = from_float<Factor>(join.o[0] / join.row_sum);
     }
     __syncthreads();
+  }
 
-    // The heads' projection
+  // The blocks of a rank, one in each cluster, add up the same parts: to send each other the sums
+  // would be one more exchange between clusters.
+  __device__ __forceinline__ void project_heads(const Inputs& inputs) {
     leave_parts<HeadPart>(tiles.proj(), shared.o, my_parts, tag);
     if (has_column) {
-      x += sum_parts(parts, tag) + proj_bias;
+      x += sum_parts(parts, tag) + inputs.proj_bias;
       send_x(shared.x_sum, kSumX);
     }
+  }
 
-    // The hidden units
+  // A cluster sends its hidden units to no other: it multiplies them itself.
+  __device__ __forceinline__ void compute_hidden(const Inputs& inputs, int layer, int tile) {
+    constexpr int kColumns = FcProduct::kColumns;
     tiles.await(tile + 1);
-    exchanges.await(kSumX, layer);
-    normalize(norm_2, shared.x_sum);
+    await(kSumX, layer);
+    normalize(inputs.norm_2, shared.x_sum);
 #pragma unroll
-    for (int i = 0; i < kFcUnits; ++i) {
-      ArrivedWeights<FcProduct> weights{tiles.region(tile + 1) + i * (FcProduct::kBytes / 16)};
-      FcProduct::multiply<false>(weights, shared.normed, [&](int at, float sum) {
-        shared.sums[warp][i * kFcColumns + at] = sum;
-      });
-    }
+    for (int i = 0; i < kFcUnits; ++i) multiply<FcProduct>(tiles.region(tile + 1), i);
     ptx::proxy_fence();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kFcUnits; ++i) {
-      const int at = i * kFcColumns + t % kFcColumns;
-      const float y = sum_warps(shared, at) + fc_bias[i];
-      send_element(&shared.hidden[rank * kRankHidden + at], t / kFcColumns,
+      const int at = i * kColumns + t % kColumns;
+      const float y = sum_warps(at) + inputs.fc_bias[i];
+      send_element(&shared.hidden[rank * kRankHidden + at], t / kColumns,
                    from_float<Factor>(gelu(y)), &shared.exchanges[kHiddenUnits]);
     }
     if (requests) {
       tiles.request_proj(layer + 1);
       tiles.request(tile + 1 + kRegions);
     }
+  }
 
-    // Their projection
+  // Leaves the parts that sum_hidden() adds up in the next layer.
+  __device__ __forceinline__ void project_hidden(int layer, int tile) {
     tiles.await(tile + 2);
-    exchanges.await(kHiddenUnits, layer);
+    await(kHiddenUnits, layer);
     leave_parts<HiddenPart>(tiles.region(tile + 2), shared.hidden, my_hidden_parts, tag);
   }
-  if (head == 0 && has_column)
-    p.scratch->x[0][column] = x + (sum_parts(hidden_parts, tag) + fc2_bias);
+
+  // All clusters have the same x.
+  __device__ __forceinline__ void leave_x() const {
+    if (has_column && head == 0)
+      p.scratch->x[0][column] = x + (sum_parts(hidden_parts, tag) + fc2_bias);
+  }
+};
+
+// Grid: kRanks times the heads.
+__global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepParams p) {
+  ATTENTION_DYNAMIC_SHARED(uint4, s_tiles);
+  __shared__ LayersShared shared;
+  ptx::allow_next();
+  Block block{p, shared, s_tiles};
+  block.begin();
+  for (int layer = 0; layer < p.layers; ++layer) {
+    const int head = block.head;
+    // All is loaded together, while the block waits for the parts of x: a warp that waits for one of
+    // its loads waits for later ones as well.
+    const Inputs inputs(p.vectors[layer], block.rank, head, block.column);
+    Attention attention{slot::Cache{cache_of(p, layer, 0, 0, head), cache_of(p, layer, 1, 0, head),
+                                    kHeadDim, kHeadDim, block.newest}};
+    attention.load(block.rank);
+    const int tile = 3 * layer;
+    block.sum_hidden(inputs, layer, tile);
+    block.compute_qkv(inputs, layer, tile);
+    block.attend(attention, layer);
+    block.project_heads(inputs);
+    block.compute_hidden(inputs, layer, tile);
+    block.project_hidden(layer, tile);
+  }
+  block.leave_x();
 }
 
 inline cudaError_t launch_layers(const StepParams& p, cudaStream_t stream) {
