@@ -267,3 +267,9 @@ inline __device__ void wait_for_previous() {
 }  // namespace attention::ptx
 
 #endif  // ATTENTION_EMULATOR
+
+#ifdef ATTENTION_STAMPED  // by recorders/stamps.cuh
+#define barrier_wait(...) ATTENTION_STAMPED, ::attention::ptx::barrier_wait(__VA_ARGS__)
+#define named_barrier_sync(...) ATTENTION_STAMPED, ::attention::ptx::named_barrier_sync(__VA_ARGS__)
+#define cluster_wait() ATTENTION_STAMPED, ::attention::ptx::cluster_wait()
+#endif

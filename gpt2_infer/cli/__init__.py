@@ -30,7 +30,7 @@ __all__ = ["DEFAULT_PROMPT", "Call", "main", "parse", "program"]
 
 COMMANDS = (
     *("generate", "batch", "backends", "verify", "compare", "diverge", "perplexity", "export"),
-    *("kernels", "mcp", "predict", "accesses", "report", "worth"),
+    *("kernels", "mcp", "predict", "timeline", "accesses", "report", "worth"),
 )
 """The default first."""
 FLAGS = (
@@ -44,7 +44,9 @@ def program() -> int:
 
     Only commands that run kernels in their own process name them with these words.
     """
-    if not any(re.match(r"(diverge|worth)$|--(decode-)?backend", word) for word in sys.argv[1:]):
+    if not any(
+        re.match(r"(diverge|timeline|worth)$|--(decode-)?backend", word) for word in sys.argv[1:]
+    ):
         return main()
     from gpt2_infer.cli.watched import watched
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from cyclopts import Parameter
 
 from gpt2_infer.cli.options import BACKEND, Count, Counts, KernelDtype, Names, Size, matching
-from gpt2_infer.cli.versions import adapted, call_shape, describe, version_of
+from gpt2_infer.cli.versions import adapted, build_of, call_shape, describe, version_of
 from gpt2_infer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ def predict(
         launch: a launch of one kernel of a file, instead of an attention call
         lines: show which source lines stall, and why
     """
-    from attention_kernels import UnsupportedError
     from attention_kernels.inspection.sass import predict as model
     from gpt2_infer.bench.prediction import find_gpu
 
@@ -118,13 +117,9 @@ def predict(
         heading = f"{what}: {blocks} blocks of {threads} threads"
     else:
         version = version_of(*adapted([name], entry))
-        builds = {build.dtype: build for build in version.builds()}
-        wanted = dtype or version.dtypes[0]
-        if wanted not in builds:
-            reason = f"dtype {wanted} (it takes {', '.join(builds)})"
-            raise UnsupportedError(version.path.name, [reason])
+        build = build_of(version, dtype)
         shape = call_shape(version, head_dim, batch, heads, full)
-        found = [model.predict(builds[wanted], on, seqlen=n, **shape, lines=lines) for n in seqlens]
+        found = [model.predict(build, on, seqlen=n, **shape, lines=lines) for n in seqlens]
         heading = f"{version.path.name} on {on.name}: {describe(shape)}"
     return [Predicted(heading, one) for one in found]
 

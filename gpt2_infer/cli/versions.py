@@ -55,6 +55,18 @@ def versions_of(whats: Iterable[str]) -> dict[str, VersionHeader]:
     return versions
 
 
+def build_of(version: VersionHeader, dtype: str | None) -> VersionHeader:
+    """Return the version of one dtype, by default its first; raises UnsupportedError."""
+    from attention_kernels import UnsupportedError
+
+    builds = {build.dtype: build for build in version.builds()}
+    wanted = dtype or version.dtypes[0]
+    if wanted not in builds:
+        reason = f"dtype {wanted} (it takes {', '.join(builds)})"
+        raise UnsupportedError(version.path.name, [reason])
+    return builds[wanted]
+
+
 def call_shape(
     version: VersionHeader, head_dim: int | None, batch: int, heads: int, full: bool
 ) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def explain(
 
     launches: each with its part of the time and the warp-cycles by stall.
     """
-    table = _line_table(program.cubin)
+    table = line_table(program.cubin)
     places: defaultdict[_Place, float] = defaultdict(float)
     text: list[str] = []
     for launch, weight, cycles in launches:
@@ -131,7 +131,8 @@ def _shares(
 # ---- The line table of nvcc -lineinfo ------------------------------------------------------------
 
 
-def _line_table(cubin: Path) -> dict[str, list[list[tuple[str, int]]]]:
+def line_table(cubin: Path) -> dict[str, list[list[tuple[str, int]]]]:
+    """Return parse() of a cubin; raises BuildError."""
     return parse(compilers.output_of([find_disassembler("nvdisasm"), "-gi", "-c", str(cubin)]))
 
 

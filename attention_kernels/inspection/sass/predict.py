@@ -23,10 +23,16 @@ from attention_kernels.inspection.resources import WARP, Launch, Triple
 from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import Program
 from attention_kernels.inspection.sass.execute import instructions
-from attention_kernels.inspection.sass.execute.work import line_of
+from attention_kernels.inspection.sass.execute.instructions import run_blocks
+from attention_kernels.inspection.sass.execute.work import Line, counts_of, line_of, work_of
 from attention_kernels.inspection.sass.explain import Stalls, explain
 from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
-from attention_kernels.inspection.sass.time import StallCycles, time_grid
+from attention_kernels.inspection.sass.time import (
+    MAX_MARKED,
+    StallCycles,
+    multiprocessors,
+    time_grid,
+)
 from attention_kernels.ladder.header import CSRC, VersionHeader
 
 LOAD_STORE_UNIT = "load-store unit"
@@ -98,6 +104,28 @@ def predict(
     predicted, BuildError if a compiler is missing or the version does not compile, and SassError
     for an unknown branch or operand.
     """
+    call = batch, seqlen, num_heads, int(is_causal)
+    with tempfile.TemporaryDirectory() as folder:
+        program, launches, size = read(version, gpu, call, head_dim, Path(folder), lines=lines)
+        found = _predict_call(program, Counter(launches), size, lines=lines)
+    return dataclasses.replace(found, version=version.label, seqlen=seqlen)
+
+
+def read(
+    version: VersionHeader,
+    gpu: GpuModel,
+    call: tuple[int, int, int, int],
+    head_dim: int,
+    folder: Path,
+    *,
+    lines: bool,
+) -> tuple[Program, list[Launch], float]:
+    """Return a version's machine code, what a call launches, and the bytes per launch.
+
+    call: batch, seqlen, num_heads and is_causal. folder: gets the cubin. lines: it has a line
+    table. Those bytes have to pass between the GPU and its memory. Raises the errors of predict().
+    """
+    batch, seqlen, num_heads, _ = call
     shape = {"batch": batch, "num_heads": num_heads, "head_dim": head_dim}
     reasons = resources.case_faults(version, seqlens=[seqlen], **shape, may_decode=True)
     if version.needs and not version.compiles_for(gpu.arch):
@@ -106,20 +134,18 @@ def predict(
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]
-    call, count = (batch, seqlen, num_heads, int(is_causal)), gpu.multiprocessors
-    counted = Counter(resources.record(version, [head_dim], case=call, multiprocessors=count))
+    count = gpu.multiprocessors
+    launches = resources.record(version, [head_dim], case=call, multiprocessors=count)
     item = {"float32": 4, "float64": 8}.get(version.dtype, 2)
     rows = 2 * seqlen + 2 if version.role == "decode" else 4 * seqlen
-    min_bytes = batch * rows * num_heads * head_dim * item / counted.total()
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        # The line table leaves the code as it is: test_explain.py compares the predictions.
-        _, code = resources.compile_version(version, gpu.arch, *["-lineinfo"] * lines)
-        cubin.write_bytes(code)
-        ours = CSRC in version.path.parents
-        program = decode.read_cubin(cubin, version.listing, gpu, heads_first=ours)
-        found = _predict_call(program, counted, min_bytes, lines=lines)
-    return dataclasses.replace(found, version=version.label, seqlen=seqlen)
+    min_bytes = batch * rows * num_heads * head_dim * item / len(launches)
+    cubin = folder / "kernel.cubin"
+    # The line table leaves the code as it is: test_explain.py compares the predictions.
+    _, code = resources.compile_version(version, gpu.arch, *["-lineinfo"] * lines)
+    cubin.write_bytes(code)
+    ours = CSRC in version.path.parents
+    program = decode.read_cubin(cubin, version.listing, gpu, heads_first=ours)
+    return program, launches, min_bytes
 
 
 def predict_kernel(
@@ -185,15 +211,8 @@ def _predict_launch(
         assumed.append("a block that waits for others finds them as far as itself")
     if not min_bytes:
         assumed.append("memory is fast enough: no argument has a buffer's size")
-    registers, static = program.needs[launch.symbol]
-    shared = static + launch.dynamic_smem
-    room, limit = resources.resident_blocks(gpu.arch, launch.threads, registers, shared)
-    if room == 0:
-        reason = f"a block does not fit on a multiprocessor of {gpu.name}: too much {limit}"
-        raise UnsupportedError(program.path.name, [reason])
-
-    from_memory = min(1.0, min_bytes / max(1.0, total["misses"] * SECTOR))
-    end, equal, block = time_grid(gpu, code, line, room, from_memory, stalls, released)
+    place = _place(program, launch, line, min_bytes)
+    end, equal, block = time_grid(gpu, code, line, *place, stalls, released)
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
     hertz = gpu.clock_at(products / max(end, products, 1.0)) * 1e3  # cycles per microsecond
     needs = _needs(gpu, total, min_bytes, hertz)
@@ -204,6 +223,37 @@ def _predict_launch(
     counts = round(total["issue"]), round(total["loads"]), round(total["stores"])
     found = Prediction(program.path.stem, gpu.name, 0, *times, 1, *counts, tuple(assumed))
     return found, block
+
+
+def marks(program: Program, launch: Launch, min_bytes: float) -> list[tuple[int, int, float]]:
+    """Return when block 0 reads the clock, on a multiprocessor whose blocks are all like it.
+
+    Each is a warp, the index of the instruction, and the cycle. A long block is not followed to its
+    end. The arguments and errors are those of _predict_launch().
+    """
+    line, code = line_of(program, launch), program.code[launch.symbol]
+    if not line.works:  # as in time_grid()
+        return []
+    place = _place(program, launch, line, min_bytes)
+    fits, _, full = multiprocessors(program.gpu, code, line, *place)
+    blocks = run_blocks(program, launch, [(0, 0, 0)])
+    work = dataclasses.replace(work_of(blocks, 0, counts_of(blocks)[0]), parts=[])
+    full.run([work] * fits, MAX_MARKED)
+    return [mark for mark in full.marks if mark[0] < blocks.warps]
+
+
+def _place(program: Program, launch: Launch, line: Line, min_bytes: float) -> tuple[int, float]:
+    """Return how many blocks fit on a multiprocessor, and the share of sectors from memory.
+
+    Raises UnsupportedError if none fits.
+    """
+    registers, static = program.needs[launch.symbol]
+    shared, arch = static + launch.dynamic_smem, program.gpu.arch
+    room, limit = resources.resident_blocks(arch, launch.threads, registers, shared)
+    if room == 0:
+        reason = f"a block does not fit on a multiprocessor of {program.gpu.name}: too much {limit}"
+        raise UnsupportedError(program.path.name, [reason])
+    return room, min(1.0, min_bytes / max(1.0, line.totals()["misses"] * SECTOR))
 
 
 def _needs(

@@ -59,6 +59,8 @@ _LOAD_STORE = ("shared", "global", "shuffle")
 _SLOW = ("special", "constant")  # queued with the requests to memory
 _MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
 _MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
+MAX_MARKED = 500_000
+"""Instructions, from the blocks' first ones, in which readings of the clock are recorded."""
 
 # ---- Stalls --------------------------------------------------------------------------------------
 
@@ -222,10 +224,12 @@ class Multiprocessor:
         """Return the cycles in which blocks are executed, and each one's number of instructions.
 
         most: instructions after which the simulation stops. stalls: records why warps do not issue,
-        until all have ended.
+        until all have ended. `marks` has the warp, the instruction and the cycle of each reading of
+        the clock.
         """
         self._start(works, most)
         self.stalls = stalls
+        self.marks: list[tuple[int, int, float]] = []
         issued = 0
         while issued < most:
             turns = [
@@ -252,7 +256,8 @@ class Multiprocessor:
         # far; and the cycles per wavefront beside the latest product.
         self.shared = self.l2 = self.products = self.end = self.wavefront = 0.0
         starts = [[0] * len(work.warps) for work in works]
-        if most < sum(work.counts["issue"] for work in works):  # each block starts at another point
+        if works[0].parts and most < sum(work.counts["issue"] for work in works):
+            # Each block starts at another point.
             # A block that waits for copies begins with a long wait, which is not part of the pace.
             first = 1 if works[0].needs else 0
             places = (first + (4 - first) * number // len(works) for number in range(len(works)))
@@ -331,6 +336,8 @@ class Multiprocessor:
         one, pipe, block = self.code[index], self.pipe_of[index], warp.block
         self._watch(warp, now, NOT_SELECTED)
         self._watch(warp, now + 1, SELECTED)
+        if "SR_CLOCKLO" in one.operands:
+            self.marks.append((warp.number, index, now))
         for bank, count in enumerate(one.registers):
             if count:
                 scheduler.banks[bank] = max(scheduler.banks[bank], now) + count
@@ -342,7 +349,8 @@ class Multiprocessor:
         warp.release(one.writes, (done + later, index, reason))
         warp.release(one.reads, (read, index, reason))
         # The next instruction is issued when nothing holds it back.
-        next_at = now + max(1, one.stall) + (later if one.stall >= _FIXED[0] else 0)
+        held = self.released if one.base == "ACQBULK" else 0.0
+        next_at = max(held, now + max(1, one.stall) + (later if one.stall >= _FIXED[0] else 0))
         warp.advance()
         if one.base == "LDGSTS":
             warp.copies.append(done)
@@ -351,8 +359,6 @@ class Multiprocessor:
             next_at = max(next_at, *warp.copies[: max(1, len(warp.copies) // 2)])
             warp.copies.clear()
             self._watch(warp, next_at, LONG, warp.copied)
-        elif one.base == "ACQBULK":
-            next_at = max(next_at, self.released)
         if signal and block.contribute(signal, served, index):
             if one.base in PRODUCTS:
                 flop, operands = one.product
@@ -554,6 +560,27 @@ def time_grid(
     """
     if not line.works:
         return 0.0, 0.0, 0.0
+    fits, one, full = multiprocessors(gpu, code, line, room, from_memory)
+    alone, extra = one.alone(line.works)
+    paces = [alone]
+    if fits > 1:
+        paces = full.together(line.works, fits)
+    if stalls is not None:
+        mean = line.totals()["issue"] / line.busy
+        Multiprocessor(gpu, code, one.miss).observe(line.works, fits, mean, stalls)
+    end, equal = finish(line, gpu, alone, paces, extra)
+    if released:
+        end -= one.overlap(line.works, released)
+    return end, equal, alone * min(work.counts["issue"] for work in line.works)
+
+
+def multiprocessors(
+    gpu: GpuModel, code: Code, line: Line, room: int, from_memory: float
+) -> tuple[int, Multiprocessor, Multiprocessor]:
+    """Return how many blocks run at once, and the multiprocessor for one block and for those.
+
+    The arguments are those of time_grid().
+    """
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. So does a block that requests data of its own. The output of an earlier launch is in
     # L2.
@@ -563,19 +590,11 @@ def time_grid(
     # No multiprocessor gets more blocks than if all are shared out equally.
     fits = min(room, -(-line.busy // gpu.multiprocessors))
     resident = min(line.busy, fits * gpu.multiprocessors)
-    one, full = (_paced(gpu, from_memory, count / resident) for count in (1, fits))
-    alone, extra = Multiprocessor(one, code, miss).alone(line.works)
-    paces = [alone]
-    if fits > 1:
-        paces = Multiprocessor(full, code, miss).together(line.works, fits)
-    if stalls is not None:
-        mean = line.totals()["issue"] / line.busy
-        Multiprocessor(gpu, code, miss).observe(line.works, fits, mean, stalls)
-    end, equal = finish(line, gpu, alone, paces, extra)
-    block = alone * min(work.counts["issue"] for work in line.works)
-    if released:
-        end -= Multiprocessor(one, code, miss).overlap(line.works, released)
-    return end, equal, block
+    one, full = (
+        Multiprocessor(_paced(gpu, from_memory, count / resident), code, miss)
+        for count in (1, fits)
+    )
+    return fits, one, full
 
 
 def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:

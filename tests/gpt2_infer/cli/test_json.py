@@ -23,7 +23,7 @@ MODEL = ["--model", "demo", "--device", "cpu"]
 ACCESS = accesses.Access(
     (3,), "sK[j]", "shared", "load", 4, 1, 2, 1, 2, 0, 0, accesses.MemoryRequest(0, 0, 2, "sK", ())
 )
-ELSEWHERE = ("compare", "kernels", "mcp", "predict", "worth")  # other tests read their JSON
+ELSEWHERE = ("compare", "kernels", "mcp", "predict", "timeline", "worth")  # tested elsewhere
 COMMAND = {
     "accesses": ["CUSTOM_CUDA_VERSION_1"],
     "backends": [],

@@ -44,7 +44,8 @@ class Work:
     warps: list[list[Issued]]
     """The instructions of each warp."""
     parts: list[list[int]]
-    """Position of each warp after 0, 1, ... 7 eighths of the block's instructions."""
+    """Position of each warp after 0, 1, ... 7 eighths of the block's instructions; empty for one
+    that always starts from its first."""
     counts: Counter[str]
     """Instructions in total and by pipe, wavefronts, lines, misses, and of the products of
     warpgroups the FLOP and the wavefronts of their operands."""

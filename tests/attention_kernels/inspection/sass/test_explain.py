@@ -51,7 +51,7 @@ def test_stalls_are_summed_by_line(monkeypatch, tmp_path):
     source = tmp_path / "v01.cu"
     source.write_text("f(x)\nx = load();\ny += f(x);\n")
     frames = {"kernel": [[(str(source), 2)], [(str(source), 3), (str(source), 1)], []]}
-    monkeypatch.setattr(explain, "_line_table", lambda _: frames)
+    monkeypatch.setattr(explain, "line_table", lambda _: frames)
     load = Instruction("LDS", ("R2", "[R4]"), writes=0)
     use = Instruction("FADD", ("R3", "R2", "R2"), waits=(0,))
     program = Program(source, tmp_path, H200, {"kernel": [load, use, use]}, {})

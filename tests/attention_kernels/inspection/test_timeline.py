@@ -1,0 +1,62 @@
+"""Timelines: the stamps are complete and in order, measured and predicted."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attention_kernels import ladder
+from attention_kernels.inspection import resources, timeline
+from attention_kernels.ladder import header
+from tests.attention_kernels.inspection.sass.common import H200, needs_cuda_programs
+
+EMPTY = "#ifndef STAMP\n#define STAMP(name)\n#endif\n"
+CALL, HEAD_DIM = (1, 64, 2, 1), 64
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    """Version 4, in whose loop a place has a name; and the loop's places, in order."""
+    text = ladder.resolve("CUSTOM_CUDA_VERSION_4").version.source
+    text = text.replace("namespace attention", f"{EMPTY}namespace attention", 1)
+    loop, *others = re.split(r"(?<=__syncthreads\(\);\n)", text)
+    path = tmp_path_factory.mktemp("named") / "v04_named.cu"
+    path.write_text("".join([loop, 'STAMP("scores");\n', *others]))
+    lines = path.read_text().splitlines()
+    places = [str(n) for n, line in enumerate(lines, 1) if line.strip() == "__syncthreads();"]
+    return header.of_file(path), [places[0], "scores", *places[1:]]
+
+
+def check(warps, places):
+    """Each warp passes the places in turn, to the same end, and its clock never goes back."""
+    (count,) = {len(warp.stamps) for warp in warps}
+    assert count > len(places)
+    for warp in warps:
+        times = [time for one in warp.stamps for time in (one.arrived, one.left)]
+        assert times == sorted(times)
+        assert [one.place for one in warp.stamps] == (places * count)[:count]
+    return count
+
+
+def test_a_build_stamps_every_wait_of_the_first_blocks(named):
+    version, places = named
+    found, *_ = timeline.measure(version, CALL, HEAD_DIM, "cpu")
+    assert {one.block for one in found} == {0, 1}
+    check(found, places)
+
+
+@needs_cuda_programs
+def test_a_prediction_has_the_stamps_of_the_emulator(named):
+    found = timeline.timeline(named[0], H200, CALL, HEAD_DIM)
+    measured, *_ = timeline.measure(named[0], CALL, HEAD_DIM, "cpu")
+    assert check(found.predicted, named[1]) == check(measured, named[1])
+    assert len(found.predicted) == len(measured) / 2
+    assert {phase.begin for phase in found.phases} == {*named[1]}
+
+
+@needs_cuda_programs
+def test_stamps_beside_products_of_warpgroups_spill_no_registers():
+    version, *_ = ladder.resolve("HOPPER_VERSION_4").version.builds()
+    compiled, _ = resources.compile_version(timeline.stamping(version), "90")
+    assert {one.spill_stores for one in compiled.values()} == {0}
