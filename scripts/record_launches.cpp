@@ -72,8 +72,9 @@ void save(Launch launch) {
     arguments << " @" << file.string();
   }
   arguments << '\n';
+  const auto section = std::string(".text.") + launch.name + '\0';
   for (const std::string& cubin : modules) {
-    if (cubin.find(launch.name) != cubin.npos) std::ofstream(folder / "kernel.cubin") << cubin;
+    if (cubin.find(section) != cubin.npos) std::ofstream(folder / "kernel.cubin") << cubin;
   }
 }
 

@@ -106,7 +106,7 @@ def store_remote(blocks: Blocks, one: Instruction) -> None:
 
     All blocks take themselves for the first; what they store in others is not followed.
     """
-    register = consecutive(one.operands[0].strip("[]").removesuffix(".64"), 2)[1]
+    register = consecutive(one.operands[0].lstrip("[").partition(".")[0], 2)[1]
     for warp, _ in _warps(blocks):
         for at in blocks.read(register)[_lanes(warp)][blocks.mask[_lanes(warp)]].tolist():
             place = warp // blocks.warps, at

@@ -74,6 +74,7 @@ def test_hoppers_tensor_map_is_that_of_the_emulator():
 
 def test_a_block_of_a_cluster_waits_in_vain_for_others_only_here():
     text = re.sub(r"SYNCS\.ARRIVE\.TRANS64\.A1T0 [^;]*", "UCGABAR_WAIT ", TEXT)
+    text = text.replace("/*0170*/ NOP ", "/*0170*/ STAS [R8.64+0x10], R3 ")
     blocks, one = executed(text)
     assert (blocks.waits, one.counts["tiles"]) == (True, TILES * (64 + 2))
 
