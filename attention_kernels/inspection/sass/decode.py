@@ -364,9 +364,9 @@ _TYPE_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)  # by CUtensorMapDataType
 def read_map(raw: bytes) -> tuple[int, int, list[int], list[int], list[int]]:
     """Return a map's tensor, the bytes of an element, sizes, strides in bytes, and a box's sizes.
 
-    Those of the emulator use their second half, Hopper's do not.
+    Of Hopper's, the driver also fills bytes 64 to 75; of the emulator's, boxes begin at 88.
     """
-    if any(raw[64:]):
+    if any(raw[88:]):
         tensor, *words = _EMULATED.unpack_from(raw)
         return tensor, words[15], words[:5], words[5:10], words[10:15]
     tensor, kind, *words = _HOPPER.unpack_from(raw)
