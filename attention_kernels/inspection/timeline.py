@@ -32,7 +32,7 @@ from attention_kernels.ladder.op import fault, load_op
 
 # Those of stamps.cuh.
 _SHAPE = (4, 32, 1 << 16)
-_STAMP = np.dtype([(name, np.uint32) for name in ("arrived", "left", "place", "grid")])
+_STAMP = np.dtype([(name, np.uint32) for name in ("arrived", "place", "left", "grid")])
 _ROUNDS = 11  # after one warm-up round
 _FLUSHED_BYTES = 2**28  # more than the L2 cache of any GPU
 _NAMED = re.compile(r'\bSTAMP\(\s*"([^"]*)"')

@@ -18,9 +18,10 @@ namespace attention_stamps {
 constexpr unsigned kBlocks = 4, kWarps = 32, kSlots = 1 << 16, kTick = 16;
 
 struct alignas(kTick) Stamp {
-  unsigned arrived, left;  // clocks; a tick's cycles are a slot's bytes
-  unsigned place;          // 0 in an empty slot
-  unsigned grid;           // differs between launches
+  unsigned arrived;  // a clock; a tick's cycles are a slot's bytes
+  unsigned place;    // 0 in an empty slot
+  unsigned left;     // a clock
+  unsigned grid;     // differs between launches
 };
 __device__ Stamp stamps[kBlocks * kWarps * kSlots];
 
@@ -52,27 +53,34 @@ __device__ __forceinline__ unsigned now() {
 #endif
 }
 
-// A stamp of what happens between its beginning and the end of the statement.
+// A stamp of what happens between its beginning and the end of the statement. The first clock is stored
+// at once: ptxas may delay a reading of the clock that nothing before the wait depends on.
 template <unsigned kPlace>
 struct Stamped {
   unsigned arrived;
   __device__ __forceinline__ Stamped() {
-    if (is_stamped()) arrived = now();
+    if (!is_stamped()) return;
+    arrived = now();
+    store(0, arrived, kPlace);
   }
   __device__ __forceinline__ ~Stamped() {
     if (!is_stamped()) return;
-    const unsigned left = now();
-    const unsigned first = (blockIdx.x * kWarps + thread() / 32) * (kSlots * kTick);
-    char* const slot = reinterpret_cast<char*>(stamps) + first + (left & (kSlots - 1) * kTick);
+    unsigned grid = 0;
+#ifndef ATTENTION_EMULATOR
+    asm volatile("{.reg .u32 upper; mov.b64 {%0, upper}, %%gridid;}" : "=r"(grid));
+#endif
+    store(8, now(), grid);
+  }
+  // Stores a clock, and what belongs to it, in the slot.
+  __device__ __forceinline__ void store(unsigned at, unsigned first, unsigned second) const {
+    const unsigned block = (blockIdx.x * kWarps + thread() / 32) * (kSlots * kTick);
+    char* const to =
+        reinterpret_cast<char*>(stamps) + block + (arrived & (kSlots - 1) * kTick) + at;
 #ifdef ATTENTION_EMULATOR
-    *reinterpret_cast<Stamp*>(slot) = {arrived, left, kPlace, 0};
-#else  // two stores take fewer registers than one
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(slot), "r"(arrived), "r"(left));
-    asm volatile(
-        "{.reg .u32 grid, upper; mov.b64 {grid, upper}, %%gridid; st.global.v2.u32 [%0 + 8], {%1, "
-        "grid};}" ::"l"(slot),
-        "n"(kPlace)
-        : "memory");
+    reinterpret_cast<unsigned*>(to)[0] = first;
+    reinterpret_cast<unsigned*>(to)[1] = second;
+#else
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(first), "r"(second) : "memory");
 #endif
   }
 };

@@ -8,6 +8,7 @@ import pytest
 
 from attention_kernels import ladder
 from attention_kernels.inspection import resources, timeline
+from attention_kernels.inspection.sass import decode
 from attention_kernels.ladder import header
 from tests.attention_kernels.inspection.sass.common import H200, needs_cuda_programs
 
@@ -56,7 +57,15 @@ def test_a_prediction_has_the_stamps_of_the_emulator(named):
 
 
 @needs_cuda_programs
-def test_stamps_beside_products_of_warpgroups_spill_no_registers():
-    version, *_ = ladder.resolve("HOPPER_VERSION_4").version.builds()
-    compiled, _ = resources.compile_version(timeline.stamping(version), "90")
+@pytest.mark.parametrize(
+    "name", ["HOPPER_VERSION_4", pytest.param("CUSTOM_CUDA_VERSION_36", marks=pytest.mark.slow)]
+)
+def test_stamps_spill_no_registers_and_read_the_clock_on_both_sides_of_a_wait(name, tmp_path):
+    version, *_ = ladder.resolve(name).version.builds()
+    compiled, code = resources.compile_version(timeline.stamping(version), "90")
     assert {one.spill_stores for one in compiled.values()} == {0}
+    (file := tmp_path / "kernel.cubin").write_bytes(code)
+    for instructions in decode.read_cubin(file, file, H200).code.values():
+        listing = " ".join(f"{one.name} {one.operands}" for one in instructions)
+        order = re.findall("CLOCK|BAR.SYNC|PHASECHK", listing)
+        assert re.fullmatch("(CWC)*W*", "".join("C" if x == "CLOCK" else "W" for x in order))
