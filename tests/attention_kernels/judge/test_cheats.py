@@ -96,11 +96,12 @@ def test_a_rival_is_stopped_while_another_is_timed(cheat, plugin, clean_registry
     plugin(PLUGIN.format(cheat.name, False))
     monkeypatch.setattr(registry, "_discovered", False)  # the study looks for plug-ins again
     study = KernelStudy(backends=[cheat.name], cells=[KernelCell(8, 1, 1, 32)], device="cpu")
-    with contextlib.closing(Kernels(study)) as subject:
+    subject = Kernels(study)
+    with subject.processes:
         baseline, rival = subject.contenders(subject.cells[0])
         for _ in range(2):
             rival.sample()
-            group = subject._runners[rival.row.contender]._process._process.pid
+            group = subject.processes._open[rival.row.contender]._process._process.pid
             assert wait_for(is_stopped, group)
             before = members(group)
             baseline.sample()
