@@ -103,7 +103,7 @@ class Timeline:
 def timeline(version: VersionHeader, gpu: GpuModel, call: Call, head_dim: int) -> Timeline:
     """Predict when the warps of a version wait, in its first dtype, and measure it on a GPU here.
 
-    Raises UnsupportedError for a version that is no attention kernel or that stamps nothing, the
+    Raises UnsupportedError for a version that is not an attention kernel or stamps nothing, the
     errors of predict() and, on a GPU, those of a call.
     """
     version = version.builds()[0]

@@ -40,7 +40,7 @@ class GpuModel:
     memory_gb_s: float
     launch_us: float
     early_launch_us: float
-    """Of a kernel whose blocks start before the previous kernel has ended, and wait for it."""
+    """For a kernel whose blocks start before the previous one has ended, and wait for it."""
 
     def clock_at(self, busy: float) -> float:
         """Return the clock in GHz, given the share of the time with products of warpgroups."""

@@ -326,7 +326,7 @@ struct Block {
     norm.apply([=](int, int k) { return of[k]; }, p.epsilon, shared.norm,
                [=](int k, const float (&row)[1]) { normed[k] = from_float<Factor>(row[0]); });
   }
-  // Multiplies what is normalized by the tile's i-th unit of columns; each warp leaves its sums.
+  // Multiplies the normalized x by the tile's i-th unit of columns; each warp leaves its own sums.
   template <typename P>
   __device__ __forceinline__ void multiply(const uint4* tile, int i) {
     float* const sums = shared.sums[warp];
