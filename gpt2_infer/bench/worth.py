@@ -156,10 +156,10 @@ def begin(question: Question) -> list[threading.Thread]:
 
     def predictor() -> None:
         spec, card = question.chosen(question.spec, question.longest), _present()
-        if card:
-            about = spec.name, question.version(spec), [question.cell], card
-            question.predicted = process.run(_predict, *about)
-        process.close()
+        with contextlib.closing(process):
+            if card:
+                about = spec.name, question.version(spec), [question.cell], card
+                question.predicted = process.run(_predict, *about)
 
     def products() -> None:
         how: dict[str, Any] = {"random_weights": question.random_weights}
