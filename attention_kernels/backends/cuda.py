@@ -73,8 +73,7 @@ def _candidates(alias: str, dtype: torch.dtype, head_dim: int, most: int | None)
     if alias == "CUSTOM_CUDA":
         if most == SHORTEST:
             yield "CUSTOM_CUDA_VERSION_15"
-        yield "CUSTOM_CUDA_VERSION_38"  # head_dim 64
-        yield "CUSTOM_CUDA_VERSION_39"  # head_dim 32
+        yield "CUSTOM_CUDA_VERSION_39"  # head_dim 32 and 64
         if most != SHORTER:
             yield "CUSTOM_CUDA_VERSION_34"  # head_dim 128
         if most is not None:

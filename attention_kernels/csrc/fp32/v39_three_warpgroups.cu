@@ -1,23 +1,25 @@
-// v39 - head_dim 32, with three warpgroups that compute
+// v39 - three warpgroups that compute
 //
 // From:   v38
-// Change: a row of 128 bytes of an operand is 32 columns of hi and the same of lo. For long sequences
-//         three warpgroups compute instead of two. Blocks are counted from the end, so that the first
-//         one has the rows that are left.
-// Why:    at head_dim 32 the products take about half the time, and the softmax as long as before: two
-//         warpgroups leave the tensor cores idle. Half the registers for Q, O and P V make room for a
-//         third. 192 seldom divides the length, and in a last block of few rows all warpgroups would go
-//         through all keys.
-// Cost:   160 registers per thread, of which S, P, Q, O and P V take 112. A head has fewer blocks to
-//         spread out: with few heads, or up to 256 rows, two warpgroups are faster.
+// Change: for long sequences three warpgroups compute instead of two. With head_dim 64 a warpgroup starts
+//         Q K^T of the next tile when P V has ended: so S and P share registers. With head_dim 32 a row
+//         of 128 bytes of an operand is 32 columns of hi and the same of lo. Blocks are counted from
+//         the end, so that the first one has the rows that are left.
+// Why:    a tile's softmax takes longer than its products: two warpgroups leave the tensor cores idle.
+//         Few products are issued ahead (docs/prediction.md), so in v38 a warpgroup waits until most of
+//         both have ended, and its softmax overlaps with little of its own P V. 192 seldom divides the
+//         length, and in a last block of few rows all warpgroups would go through all keys.
+// Cost:   160 registers per thread, of which S or P, Q, O and P V take 128 with head_dim 64; with 32, P
+//         has its own, and they take 112. A head has fewer blocks to spread out: with few heads or
+//         short sequences, two warpgroups are faster.
 // Tile:   kBlockM x kBlockN = 192 x 64, block 512; 128 x 64 or 64 x 64, block 384
 // Layout: strided
-// Takes:  float32, head_dim 32
+// Takes:  float32, head_dim 32 64
 // Needs:  sm_90a
 // Precision: 3xfp16
 // Flags:  --use_fast_math
-// Expect: 1.3 times as fast as v25 with 1,024 rows, 1.5 to 1.7 times with more; 1.07 times with 512, slower
-//         with 256 (results/trials/2026-11-29_h200_v39-rows.txt).
+// Expect: with head_dim 64, by trials, 0.90 to 0.96 times the time of v38 with 4,096 rows and more; with 32,
+//         1.3 times as fast as v25 with 1,024 rows, 1.5 to 1.7 times with more.
 
 #include "fp32/three_products.cuh"
 
@@ -33,25 +35,31 @@ template <int kBlockM>
 constexpr int kProducerRegisters = kBlockM == 192 ? 32 : 24;
 template <int kBlockM>
 constexpr int kConsumerRegisters = kBlockM == 192 ? 160 : 240;
-constexpr int kHeadDim = 32;
 constexpr int kStages = 4;  // tiles in shared memory
 constexpr int kSplitThreads = 256;
 
 // A tile of keys has two parts: K's hi and lo and the scales of its rows, then V's hi and lo and the
 // scales of its columns.
+template <int kHeadDim>
 constexpr int kKBytes = 2 * kOperandBytes<kHeadDim> + sizeof(float) * kBlockN;
+template <int kHeadDim>
 constexpr int kVBytes = 2 * kOperandBytes<kHeadDim> + sizeof(float) * kHeadDim;
-constexpr int kTileBytes = kKBytes + kVBytes;
-constexpr int kPartStride = (kKBytes + 1023) / 1024 * 1024;
-constexpr int kStageBytes = 2 * kPartStride;
+template <int kHeadDim>
+constexpr int kTileBytes = kKBytes<kHeadDim> + kVBytes<kHeadDim>;
+template <int kHeadDim>
+constexpr int kPartStride = (kKBytes<kHeadDim> + 1023) / 1024 * 1024;
+template <int kHeadDim>
+constexpr int kStageBytes = 2 * kPartStride<kHeadDim>;
 
 // Shared memory: kStages tiles, then V in float32 on the block's diagonal, in padded rows; where
 // warpgroups divide the keys, that has 64 rows, and one part of O follows.
+template <int kHeadDim>
 constexpr int kFloatRow = kHeadDim + 4;
-template <int kBlockM>
-constexpr int kSmemBytes =
-    kStages * kStageBytes + 64 * kConsumers<kBlockM> * kFloatRow * sizeof(float);
+template <int kHeadDim, int kBlockM>
+constexpr int kSmemBytes = kStages * kStageBytes<kHeadDim> +
+                           64 * kConsumers<kBlockM> * kFloatRow<kHeadDim> * sizeof(float);
 
+template <int kHeadDim>
 __global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const float* __restrict__ k, const float* __restrict__ v, unsigned char* tiles,
                  Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
@@ -59,21 +67,22 @@ __global__ void __launch_bounds__(kSplitThreads)
   // Not before: attention reads Q and V without waiting. It starts when every block here has come this
   // far, and each has waited for what wrote them.
   ptx::allow_next();
-  split_tile<kHeadDim, kSplitThreads, kKBytes, kTileBytes>(tiles, k, v, k_strides, v_strides,
-                                                           seqlen, num_heads);
+  split_tile<kHeadDim, kSplitThreads, kKBytes<kHeadDim>, kTileBytes<kHeadDim>>(
+      tiles, k, v, k_strides, v_strides, seqlen, num_heads);
 }
 
 // Loads a lane's pairs of row m of Q; a row before the first or past the end is zero.
-inline __device__ void load_q(float2 (&pairs)[kHeadDim / 8], const float* gQ, int64_t g_stride,
-                              int m, int seqlen) {
+template <int kCount>
+inline __device__ void load_q(float2 (&pairs)[kCount], const float* gQ, int64_t g_stride, int m,
+                              int seqlen) {
 #pragma unroll
-  for (int j = 0; j < kHeadDim / 8; ++j) {
+  for (int j = 0; j < kCount; ++j) {
     pairs[j] = m >= 0 && m < seqlen ? load2(gQ + m * g_stride, 8 * j + 2 * (threadIdx.x % 4))
                                     : make_float2(0.0f, 0.0f);
   }
 }
 
-template <int kBlockM>
+template <int kHeadDim, int kBlockM>
 __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
                      const unsigned char* __restrict__ tiles, float* __restrict__ o,
@@ -81,6 +90,13 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
                      float softmax_scale, bool is_causal) {
   constexpr int kConsumers = ATTENTION_VERSION::kConsumers<kBlockM>;
   constexpr bool kDividesKeys = kBlockM == 64;
+  constexpr bool kSharesRegisters = kHeadDim == 64 && kBlockM == 192;  // of S and P
+  constexpr int kKBytes = ATTENTION_VERSION::kKBytes<kHeadDim>;
+  constexpr int kVBytes = ATTENTION_VERSION::kVBytes<kHeadDim>;
+  constexpr int kTileBytes = ATTENTION_VERSION::kTileBytes<kHeadDim>;
+  constexpr int kPartStride = ATTENTION_VERSION::kPartStride<kHeadDim>;
+  constexpr int kStageBytes = ATTENTION_VERSION::kStageBytes<kHeadDim>;
+  constexpr int kFloatRow = ATTENTION_VERSION::kFloatRow<kHeadDim>;
   ATTENTION_ALIGNED_SHARED(unsigned char, s_tiles, 1024);
   float* s_diagonal = reinterpret_cast<float*>(s_tiles + kStages * kStageBytes);
   __shared__ ptx::Barrier k_full[kStages], v_full[kStages], empty[kStages], diagonal_full;
@@ -177,9 +193,11 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
   Offsets rows;
   float2 row_scale = make_float2(1.0f, 1.0f);
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
+  const auto start_turn = [&](int tile) {
+    if (tile < shared) wait_for_turn(warpgroup);
+  };
   const auto start_qk = [&](int tile) {
     ptx::barrier_wait(&k_full[tile % kStages], tile / kStages % 2);
-    if (tile < shared) wait_for_turn(warpgroup);
     multiply_qk(rS, rQ, s_tiles + tile % kStages * kStageBytes);
   };
   const auto start_pv = [&](int tile) {
@@ -209,6 +227,7 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
 
   if (shared > 0 && warpgroup == kConsumers - 1) pass_turn<kConsumers>(warpgroup);
   if (first < end) {
+    start_turn(first);
     start_qk(first);
     end_turn(first);
     ptx::multiply_wait<0>(rS);
@@ -217,14 +236,25 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
   int tile = first + kApart;
   for (; tile < end; tile += kApart) {
     split_p(rP, rS, 1.0f);
-    start_qk(tile);
-    start_pv(tile - kApart);
-    end_turn(tile);
-    ptx::multiply_wait<1>(rS);
-    const float2 next_scale = use_s(tile);
-    ptx::multiply_wait<0>(rPV);
-    use_pv(tile - kApart);
-    row_scale = next_scale;
+    start_turn(tile);
+    if constexpr (kSharesRegisters) {
+      start_pv(tile - kApart);
+      ptx::multiply_wait<0>(rPV);
+      start_qk(tile);
+      end_turn(tile);
+      use_pv(tile - kApart);
+      ptx::multiply_wait<0>(rS);
+      row_scale = use_s(tile);
+    } else {
+      start_qk(tile);
+      start_pv(tile - kApart);
+      end_turn(tile);
+      ptx::multiply_wait<1>(rS);
+      const float2 next_scale = use_s(tile);
+      ptx::multiply_wait<0>(rPV);
+      use_pv(tile - kApart);
+      row_scale = next_scale;
+    }
   }
   if (first < end && !has_diagonal) {
     split_p(rP, rS, 1.0f);
@@ -279,22 +309,23 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
 
 int64_t scratch_floats(const Params& params) {
   const int64_t heads = int64_t{params.batch} * params.num_heads;
-  return heads * ceil_div(params.seqlen, kBlockN) * kTileBytes / sizeof(float);
+  const int bytes = params.head_dim == 32 ? kTileBytes<32> : kTileBytes<64>;
+  return heads * ceil_div(params.seqlen, kBlockN) * bytes / sizeof(float);
 }
 
-template <int kBlockM>
+template <int kHeadDim, int kBlockM>
 cudaError_t launch_attention(const Params& params, cudaStream_t stream) {
   const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
-  return launch_early(attention_kernel<kBlockM>, grid, 1, dim3(kThreads<kBlockM>),
-                      kSmemBytes<kBlockM>, stream, static_cast<const float*>(params.q),
+  return launch_early(attention_kernel<kHeadDim, kBlockM>, grid, 1, dim3(kThreads<kBlockM>),
+                      kSmemBytes<kHeadDim, kBlockM>, stream, static_cast<const float*>(params.q),
                       static_cast<const float*>(params.v),
                       reinterpret_cast<const unsigned char*>(params.scratch),
                       static_cast<float*>(params.o), params.q_strides, params.v_strides,
                       params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
 }
 
-cudaError_t launch(const Params& params, cudaStream_t stream) {
-  if (params.head_dim != kHeadDim) return cudaErrorInvalidValue;
+template <int kHeadDim>
+cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
   int device = 0, multiprocessors = 0;
   cudaError_t found = cudaGetDevice(&device);
   if (found == cudaSuccess)
@@ -302,19 +333,31 @@ cudaError_t launch(const Params& params, cudaStream_t stream) {
   if (found != cudaSuccess) return found;
   const int heads = params.batch * params.num_heads;
   const cudaError_t error = launch_early(
-      split_kernel, dim3(heads * ceil_div(params.seqlen, kBlockN), 2), 1, dim3(kSplitThreads), 0,
-      stream, static_cast<const float*>(params.k), static_cast<const float*>(params.v),
-      reinterpret_cast<unsigned char*>(params.scratch), params.k_strides, params.v_strides,
-      params.seqlen, params.num_heads);
+      split_kernel<kHeadDim>, dim3(heads * ceil_div(params.seqlen, kBlockN), 2), 1,
+      dim3(kSplitThreads), 0, stream, static_cast<const float*>(params.k),
+      static_cast<const float*>(params.v), reinterpret_cast<unsigned char*>(params.scratch),
+      params.k_strides, params.v_strides, params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
   const auto blocks = [&](int rows) { return int64_t{heads} * ceil_div(params.seqlen, rows); };
-  if (blocks(128) < multiprocessors) return launch_attention<64>(params, stream);
+  if (blocks(128) < multiprocessors) return launch_attention<kHeadDim, 64>(params, stream);
   // Causal blocks differ in length: with few waves of them, or few tiles of keys each, larger ones are
   // not faster.
   const int waves = params.seqlen > 1024 ? 2 : 4;
-  return params.seqlen >= 512 && blocks(192) >= waves * multiprocessors
-             ? launch_attention<192>(params, stream)
-             : launch_attention<128>(params, stream);
+  const bool is_long = params.seqlen >= (kHeadDim == 64 ? 1025 : 512);
+  return is_long && blocks(192) >= waves * multiprocessors
+             ? launch_attention<kHeadDim, 192>(params, stream)
+             : launch_attention<kHeadDim, 128>(params, stream);
+}
+
+cudaError_t launch(const Params& params, cudaStream_t stream) {
+  switch (params.head_dim) {
+    case 32:
+      return launch_head_dim<32>(params, stream);
+    case 64:
+      return launch_head_dim<64>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace attention::ATTENTION_VERSION
