@@ -353,6 +353,116 @@ __global__ void __launch_bounds__(256) beside(long long* found, int loops, unsig
   sink[threadIdx.x] += sum;
 }
 
+__device__ unsigned clock_now() {
+  unsigned cycles;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
+  return cycles;
+}
+
+// Two groups of kCount products, the second from registers, again and again. found, for each loop: the
+// cycles to issue each group and to wait for each.
+template <int kSums, int kCount, bool kFromRegisters>
+__global__ void __launch_bounds__(256) issue(long long* found, int loops) {
+  ATTENTION_ALIGNED_SHARED(unsigned char, tile, 1024);
+  fill(tile, 0x5bd1e995);
+  __syncthreads();
+  const uint64_t a = ptx::matrix_descriptor(tile), b = ptx::matrix_descriptor(tile + 32768, 16384);
+  float first[kSums] = {}, second[kSums] = {};
+  unsigned rA[4] = {threadIdx.x, 1, 2, 3};
+  unsigned total[4] = {};
+  for (int loop = -8; loop < loops; ++loop) {  // the first ones do not count
+    unsigned at[5] = {clock_now()};
+    ptx::multiply_fence(first, second, rA);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (kFromRegisters)
+        ptx::multiply<false, true>(first, rA, ptx::advance(b, i % 4 * 2048));
+      else
+        ptx::multiply<false>(first, ptx::advance(a, i % 4 * 32), ptx::advance(b, i % 4 * 32));
+    }
+    ptx::multiply_commit();
+    at[1] = clock_now();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      ptx::multiply<false, true>(second, rA, ptx::advance(b, i % 4 * 2048));
+    ptx::multiply_commit();
+    at[2] = clock_now();
+    ptx::multiply_wait<1>(first);
+    at[3] = clock_now();
+    ptx::multiply_wait<0>(second);
+    at[4] = clock_now();
+    for (int i = 0; i < 4; ++i) total[i] = loop < 0 ? 0 : total[i] + at[i + 1] - at[i];
+  }
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 4; ++i) found[i] = total[i];
+  for (int i = 0; i < kSums; ++i) sink[threadIdx.x] += first[i] + second[i];
+}
+
+// What attention's loop does: two warpgroups multiply operands that change, work on the sums with
+// kPlain instructions each, and make the next operand A of them, while a thread copies 32 KB from L2 to
+// shared memory for each of their loops. found: cycles and nanoseconds of each block.
+template <int kPlain, bool kCopies>
+__global__ void __launch_bounds__(384) mixed(long long* found, const unsigned char* from, int loops) {
+  ATTENTION_ALIGNED_SHARED(unsigned char, tile, 1024);
+  constexpr int kBytes = 32768;
+  __shared__ ptx::Barrier full;
+  __shared__ volatile int done;
+  fill(tile, 0x5bd1e995);
+  if (threadIdx.x == 0) {
+    done = 0;
+    ptx::barrier_init(&full, 1);
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x >= 256) {
+    if (!kCopies || threadIdx.x > 256) return;
+    for (int i = 0; i < loops; ++i) {
+      while (done < i) continue;
+      ptx::barrier_expect(&full, kBytes);
+      ptx::copy_bulk(tile + 65536, from + (i * 17 + blockIdx.x) % 64 * kBytes, kBytes, &full);
+      ptx::barrier_wait(&full, i % 2);
+    }
+    return;
+  }
+  float sums[32];
+  unsigned rA[4][4];
+  for (int i = 0; i < 16; ++i)
+    rA[i / 4][i % 4] = ((threadIdx.x * 16 + i) * 2654435761u & 0x83ff83ff) | 0x3c003c00;
+  const uint64_t b = ptx::matrix_descriptor(tile);
+  unsigned long long begun, ended;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
+  const long long begin = clock64();
+#pragma unroll 1
+  for (int loop = 0; loop < loops; ++loop) {
+    ptx::multiply_fence(sums, rA);
+#pragma unroll
+    for (int i = 0; i < 12; ++i)
+      ptx::multiply<false>(sums, rA[i % 4], ptx::advance(b, i / 4 * 8192 + i % 4 * 32), i > 0);
+    ptx::multiply_commit();
+    ptx::multiply_wait<0>(sums);
+#pragma unroll
+    for (int i = 0; i < kPlain; ++i) {
+      float& x = sums[i % 32];
+      if (i / 32 % 8 == 7)
+        asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+      else
+        asm volatile("fma.rn.f32 %0, %0, 0f3E000000, %1;" : "+f"(x) : "f"(sums[(i + 1) % 32]));
+    }
+    // Numbers from 1 to 2 with the sums' bits
+    for (int i = 0; i < 16; ++i) {
+      const __half2 pair = __floats2half2_rn(sums[2 * i], sums[2 * i + 1]);
+      rA[i / 4][i % 4] = (reinterpret_cast<const unsigned&>(pair) & 0x83ff83ff) | 0x3c003c00;
+    }
+    if (kCopies && threadIdx.x == 0) done = loop + 1;
+  }
+  if (threadIdx.x == 0) {
+    found[2 * blockIdx.x] = clock64() - begin;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ended));
+    found[2 * blockIdx.x + 1] = ended - begun;
+  }
+  sink[threadIdx.x] += rA[0][0];
+}
+
 // ---- Tiles ---------------------------------------------------------------------------------------
 
 // One thread copies tiles of `rows` rows of 128 bytes, with kDepth on their way at any time.
@@ -829,6 +939,50 @@ void beside_each(const std::string& name, bool all = false) {
   beside_products<kTest, kApart, 64, true>(name + " beside 64x128x16 from registers", all);
 }
 
+template <int kSums, int kCount, bool kFromRegisters>
+void issue_ahead() {
+  const auto kernel = issue<kSums, kCount, kFromRegisters>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 66 * 1024);
+  constexpr const char* kWhat[] = {"issuing the first", "issuing the second", "waiting for the first",
+                                   "waiting for the second"};
+  for (int warpgroups : {1, 2}) {
+    kernel<<<1, 128 * warpgroups, 66 * 1024>>>(cycles, 32);
+    for (int i = 0; i < 4; ++i)
+      report(std::to_string(warpgroups) + " warpgroups, two groups of " + std::to_string(kCount) +
+                 " 64x" + std::to_string(2 * kSums) + "x16, the first from " +
+                 (kFromRegisters ? "registers, " : "shared memory, ") + kWhat[i],
+             fetch(i) / 32);
+  }
+}
+
+template <int kPlain, bool kCopies>
+void mixed_clock(const unsigned char* from) {
+  const auto kernel = mixed<kPlain, kCopies>;
+  constexpr int kSmem = (64 + 32 + 1) * 1024, kLoops = 100'000'000 / (1000 + 3 * kPlain);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
+  for (int i = 0; i < 6; ++i) kernel<<<kMultiprocessors, 384, kSmem>>>(cycles, from, kLoops);
+  double found = 0, ns = 0;
+  for (int i = 0; i < kMultiprocessors; ++i) found += fetch(2 * i), ns += fetch(2 * i + 1);
+  const std::string name = std::to_string(kPlain) + " instructions between groups of 12 products" +
+                           (kCopies ? ", with copies" : "");
+  report(name + ": busy tensor cores", 2 * 12 * 32.0 * kLoops * kMultiprocessors / found, "of 1");
+  report(name + ": clock", found / ns, "GHz");
+}
+
+template <bool kCopies>
+void mixed_clocks() {
+  std::vector<unsigned> words(1 << 19);
+  for (size_t i = 0; i < words.size(); ++i) words[i] = static_cast<unsigned>(i) * 2654435761u;
+  unsigned char* const from = fresh(words.size() * 4);
+  cudaMemcpy(from, words.data(), words.size() * 4, cudaMemcpyHostToDevice);
+  mixed_clock<0, kCopies>(from);
+  mixed_clock<64, kCopies>(from);
+  mixed_clock<128, kCopies>(from);
+  mixed_clock<256, kCopies>(from);
+  mixed_clock<512, kCopies>(from);
+  mixed_clock<1024, kCopies>(from);
+}
+
 // What the time of the decode step's chain depends on.
 void decode_step() {
   for (bool stores : {false, true}) {
@@ -896,7 +1050,7 @@ void decode_step() {
 }
 
 int main() {
-  cudaMalloc(&cycles, 256 * sizeof(*cycles));
+  cudaMalloc(&cycles, 512 * sizeof(*cycles));
   cudaMalloc(&nanoseconds, sizeof(*nanoseconds));
   cudaMalloc(&zeros, kBytes);
   cudaMemset(zeros, 0, kBytes);
@@ -1025,6 +1179,12 @@ int main() {
   beside_each<kExponential, 1>("MUFU.EX2 latency");
   beside_each<kShuffle>("SHFL");
   beside_each<kLoad>("LDS, 4-way conflict");
+  issue_ahead<16, 12, true>();
+  issue_ahead<32, 12, true>();
+  issue_ahead<32, 12, false>();
+  issue_ahead<64, 12, true>();
+  mixed_clocks<false>();
+  mixed_clocks<true>();
   beside_each<kFma>("on all multiprocessors, FFMA", true);
   beside_each<kExponential>("on all multiprocessors, MUFU.EX2", true);
   std::printf("\n}\n");

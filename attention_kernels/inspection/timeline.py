@@ -232,11 +232,9 @@ def _read(version: VersionHeader, found: np.ndarray[Any, Any]) -> Iterator[Warp]
     """Yield the warps whose stamps were taken."""
     is_used = found["place"] > 0
     for number, grid in enumerate(np.unique(found["grid"][is_used])):
-        for block in range(len(found)):
-            mask = is_used[block] & (found["grid"][block] == grid)
-            mine = found[block][mask]
-            if not len(mine):
-                continue
+        used = is_used & (found["grid"] == grid)
+        for block in np.flatnonzero(used.any((1, 2))).tolist():
+            mask, mine = used[block], found[block][used[block]]
             # Clocks have 32 bits, and start again at 0.
             times = np.stack([mine["arrived"], mine["left"]], 1) - mine["arrived"][0]
             times = times.view(np.int32).astype(int)

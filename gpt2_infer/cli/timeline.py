@@ -116,10 +116,8 @@ def page(found: Timeline) -> str:
     from gpt2_infer.bench.show.worth_page import PAGE
 
     colors = {
-        _name(
-            phase.begin, phase.end
-        ): f"hsl({at * 137 % 360} {20 if phase.end is None else 70}% 60%)"
-        for at, phase in enumerate(found.phases)
+        _name(one.begin, one.end): f"hsl({at * 137 % 360} {70 if one.end else 20}% 60%)"
+        for at, one in enumerate(found.phases)
     }
     rows = ["<tr>" + "".join(f"<th>{head}" for head in COLUMNS)]
     for phase in found.phases:

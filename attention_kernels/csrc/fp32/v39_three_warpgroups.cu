@@ -193,15 +193,20 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
   Offsets rows;
   float2 row_scale = make_float2(1.0f, 1.0f);
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
+  // Tiles are awaited before the turn: others could use it.
   const auto start_turn = [&](int tile) {
     if (tile < shared) wait_for_turn(warpgroup);
   };
-  const auto start_qk = [&](int tile) {
+  const auto await_k = [&](int tile) {
     ptx::barrier_wait(&k_full[tile % kStages], tile / kStages % 2);
+  };
+  const auto await_v = [&](int tile) {
+    ptx::barrier_wait(&v_full[tile % kStages], tile / kStages % 2);
+  };
+  const auto start_qk = [&](int tile) {
     multiply_qk(rS, rQ, s_tiles + tile % kStages * kStageBytes);
   };
   const auto start_pv = [&](int tile) {
-    ptx::barrier_wait(&v_full[tile % kStages], tile / kStages % 2);
     multiply_pv(rPV, rP, s_tiles + tile % kStages * kStageBytes + kPartStride);
   };
   const auto end_turn = [&](int tile) {
@@ -227,6 +232,7 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
 
   if (shared > 0 && warpgroup == kConsumers - 1) pass_turn<kConsumers>(warpgroup);
   if (first < end) {
+    await_k(first);
     start_turn(first);
     start_qk(first);
     end_turn(first);
@@ -236,8 +242,10 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
   int tile = first + kApart;
   for (; tile < end; tile += kApart) {
     split_p(rP, rS, 1.0f);
-    start_turn(tile);
+    await_k(tile);
     if constexpr (kSharesRegisters) {
+      await_v(tile - kApart);
+      start_turn(tile);
       start_pv(tile - kApart);
       ptx::multiply_wait<0>(rPV);
       start_qk(tile);
@@ -246,7 +254,9 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
       ptx::multiply_wait<0>(rS);
       row_scale = use_s(tile);
     } else {
+      start_turn(tile);
       start_qk(tile);
+      await_v(tile - kApart);
       start_pv(tile - kApart);
       end_turn(tile);
       ptx::multiply_wait<1>(rS);
@@ -258,6 +268,7 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
   }
   if (first < end && !has_diagonal) {
     split_p(rP, rS, 1.0f);
+    await_v(tile - kApart);
     start_pv(tile - kApart);
     ptx::multiply_wait<0>(rPV);
     use_pv(tile - kApart);

@@ -32,7 +32,10 @@ _SHUFFLE = 24
 _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
 # Cycles from the end of a warpgroup's product until a warp that waits for it can go on. With this
 # figure the probe's loops take as long in the simulation as on the GPU.
-_PRODUCT = 41
+_START, _PRODUCT = 12, 29
+# A warpgroup's next product is issued this many cycles after the seventh before it has ended: so
+# the probe's stamps say. A warp that has issued more waits, whatever follows.
+_AHEAD, _NEXT = 7, 20
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 _BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
 # Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
@@ -44,13 +47,13 @@ _PORT = {"shared": 2.0, "shuffle": 4.0}
 _LINE, _SETS, _WAYS, _FETCH = 8, 64, 4, 10.8
 # While tensor cores execute a product of a warpgroup, other instructions keep their pipes busy
 # longer by these factors, by pipe or by name, presumably because both need the ports of registers.
-_BESIDE = {"fma": 2.0, "multiply": 2.0, "integer": 2.0, "special": 1.3, "HADD2": 4.0}
+_BESIDE = {"fma": 2.0, "multiply": 2.0, "integer": 2.0, "special": 1.3}
 # The cycles by which the results of such instructions are late; the cycles by which each of those
 # named here delays products if its pipe has no gap.
 _LATER, _DELAY, _DELAYING = 3, 0.2, ("FFMA", "FMUL", "FADD")
-# Cycles per wavefront of a load or a shuffle beside products: if these load operands half of the
-# time, as with A from registers; and how many more if they load all the time.
-_WAVEFRONT = (3.3, 5.8)
+# Cycles per wavefront of a load beside products: if these load operands half of the time, as with A
+# from registers; and how many more if they load all the time. A shuffle takes twice as long.
+_WAVEFRONT = (1.6, 1.7)
 _QUEUE = 40  # warps wait while this many wavefronts are outstanding
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
@@ -179,6 +182,8 @@ class _Warp:
     """When its groups of asynchronous copies (cp.async) arrive."""
     copied: int = 0
     """The index of its last such copy."""
+    products: list[Event] = field(default_factory=list)
+    """Its products of a warpgroup, in order."""
 
     def __post_init__(self) -> None:
         self.advance(0)
@@ -321,6 +326,10 @@ class Multiprocessor:
         when, why = now, NOT_SELECTED
         if scheduler.pipes[pipe] > when:
             when, why = scheduler.pipes[pipe], MIO if pipe in _SLOW else "math pipe throttle"
+        if pipe == "warpgroup" and len(warp.products) >= _AHEAD:
+            ended = warp.block.when[warp.products[-_AHEAD]] - _PRODUCT + _NEXT
+            if ended > when:
+                when, why = ended, "gmma"
         if pipe in _LOAD_STORE:
             queued = max(self.shared, scheduler.port) - _QUEUE
             if queued > when:
@@ -359,12 +368,14 @@ class Multiprocessor:
             next_at = max(next_at, *warp.copies[: max(1, len(warp.copies) // 2)])
             warp.copies.clear()
             self._watch(warp, next_at, LONG, warp.copied)
+        if pipe == "warpgroup" and signal:
+            warp.products.append(signal)
         if signal and block.contribute(signal, served, index):
             if one.base in PRODUCTS:
                 flop, operands = one.product
                 cycles = max(flop / self.gpu.warpgroup_flop, operands)
                 self.wavefront = _WAVEFRONT[0] + (2 * operands / cycles - 1) * _WAVEFRONT[1]
-                self.products = max(self.products, block.when[signal]) + cycles
+                self.products = max(self.products, block.when[signal] + _START) + cycles
                 block.when[signal] = done = self.products + _PRODUCT
             self._resume(block, signal)
         self.end = max(self.end, next_at, done)
@@ -389,7 +400,7 @@ class Multiprocessor:
         The instruction delays the next product: the end of the current one is known already.
         """
         later = _LATER if now < self.products and pipe in _BESIDE else 0
-        factor = _BESIDE.get(one.base, _BESIDE[pipe]) if later else 1.0
+        factor = _BESIDE[pipe] if later else 1.0
         if later and one.base in _DELAYING and scheduler.pipes[pipe] == now:
             self.products += _DELAY
         scheduler.pipes[pipe] = now + self.busy[pipe] * factor
@@ -414,8 +425,8 @@ class Multiprocessor:
             return now + operands, now, now + result
         cost = max(1, wavefronts, lines)
         begin = max(self.shared, now + 2)
-        beside = pipe in _PORT and now < self.products
-        self.shared = begin + cost * (self.wavefront if beside else 1.0)
+        beside = self.wavefront if pipe in _PORT and now < self.products else 1.0
+        self.shared = begin + cost * beside * (2 if pipe == "shuffle" and beside > 1 else 1)
         if pipe in _PORT:
             begin = max(begin, scheduler.port)
             scheduler.port = begin + _PORT[pipe] * cost
@@ -424,13 +435,10 @@ class Multiprocessor:
             return read, served, begin + _SHUFFLE - 2
         if pipe == "shared":
             return read, served, served - 3 + self.gpu.shared_latency
-        is_store = one.base in STORES
-        if is_store or misses:
+        if one.base in STORES or misses:
             self.l2 = max(self.l2, begin) + misses * SECTOR / self.l2_rate
-        if is_store:
-            return read, served, served
         done = max(begin, self.l2) + self.miss if misses else served + self.gpu.l1_latency
-        return read, served, done
+        return read, served, served if one.base in STORES else done
 
     def _wake(self, warp: _Warp, when: float) -> None:
         """Let a warp go on at a time, once its code and the results that it needs are there."""

@@ -57,7 +57,7 @@ class Work:
 
 PIPES = {
     "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
-    "multiply": ("IMAD",),
+    "multiply": ("IMAD", "HADD2.F32"),  # the latter converts, at half the rate of other HADD2
     "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
     "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS", "STAS"),
     "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG", "LDL", "STL"),
@@ -79,9 +79,8 @@ _UNIFORM = ("S2UR", "R2UR", "VOTEU")
 
 def pipe_of(one: Instruction) -> str:
     """Return the pipe that executes an instruction: one of PIPES, "uniform" or "integer"."""
-    if one.base in _PIPE_OF:
-        return _PIPE_OF[one.base]
-    return "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
+    other = "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
+    return _PIPE_OF.get(one.name, _PIPE_OF.get(one.base, other))
 
 
 def counts_of(blocks: Blocks) -> list[Counter[str]]:

@@ -77,15 +77,24 @@ def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, each):
 
 
 @pytest.mark.parametrize(
-    ("name", "each"), [("FMUL", 1.83), ("FMNMX", 3.9), ("MUFU.EX2", 10.6), ("SHFL", 9.1)]
+    ("name", "each"),
+    [("FMUL", 2.0), ("FMNMX", 3.9), ("MUFU.EX2", 10.6), ("SHFL", 6.6), ("LDS", 3.3)],
 )
 def test_an_instruction_beside_products_takes_longer(name, each):
     """The probe's cycles, of a shuffle those of each of four warps that take turns."""
     code = [Instruction("HGMMA.64x64x16.F32", ("R8", "gdesc[UR8]")), Instruction(name, ("R0",))]
     products = [(0, (0, 0, 0), ("product", at), None) for at in range(500)]
     cycles, found = watched(code, [products] * 4 + [in_order(code, wavefronts=1)[1:] * 1000])
-    # All products are issued first.
-    assert cycles - found[Stall(1, time.EXITED, 1)] == pytest.approx(500 + 1000 * each, rel=0.1)
+    assert cycles - found[Stall(1, time.EXITED, 1)] == pytest.approx(1000 * each, rel=0.1)
+
+
+def test_a_warpgroup_issues_few_products_ahead():
+    """The probe's 24 products of 32 cycles: the last is issued 561 cycles after the first."""
+    code = [Instruction("HGMMA.64x64x16.F32", ("R8", "gdesc[UR8]")), ADD]
+    products = [(0, (0, 0, 0), ("product", at), None) for at in range(24)]
+    cycles, found = watched(code, [[*products, *in_order(code)[1:]]] * 4)
+    assert cycles - found[Stall(1, time.EXITED, 1)] / 4 == pytest.approx(561, abs=30)
+    assert cycles == pytest.approx(800, abs=30)
 
 
 @pytest.mark.parametrize(("size", "each"), [(2048, 1.0), (2080, 1.094), (4096, 2.22)])
