@@ -37,7 +37,7 @@ for _folder in LADDERS:
 
 # The lengths up to which other versions are the fastest: see kernel-fp32, kernel-fp32-later,
 # kernel-fp32-128, kernel-shapes and kernel-fp16-later in results/.
-LENGTHS = SHORTEST, SHORTER, _ = 64, 128, 256
+LENGTHS = SHORTEST, SHORTER, SHORT, _ = 64, 128, 256, 1024
 
 
 def choose(
@@ -65,21 +65,23 @@ def choose(
 
 def _candidates(alias: str, dtype: torch.dtype, head_dim: int, most: int | None) -> Iterator[str]:
     """Yield the versions that an alias may stand for up to `most` tokens, the fastest first."""
+    is_short = most is not None and most <= SHORT
     if dtype != torch.float32:
-        if most is None:
+        if not is_short:
             yield f"HOPPER_VERSION_{8 if head_dim == 128 else 4}"
         yield "WMMA_FLASH_ATTENTION_2_VERSION_9"
         return
     if alias == "CUSTOM_CUDA":
         if most == SHORTEST:
             yield "CUSTOM_CUDA_VERSION_15"
-        yield "CUSTOM_CUDA_VERSION_39"  # head_dim 32 and 64
+        # 39 takes 64, too
+        yield f"CUSTOM_CUDA_VERSION_{38 if head_dim == 64 and most is not None else 39}"
         if most != SHORTER:
             yield "CUSTOM_CUDA_VERSION_34"  # head_dim 128
-        if most is not None:
+        if is_short:
             yield "CUSTOM_CUDA_VERSION_15"
         yield "CUSTOM_CUDA_VERSION_25"
-    if most is not None or head_dim == 128:
+    if is_short or head_dim == 128:
         yield "CUSTOM_CUDA_VERSION_15"
     ladder = reversed(versions("fp32"))
     yield from (name for name in ladder if get_backend(name).precisions == IEEE)

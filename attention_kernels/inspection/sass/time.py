@@ -182,8 +182,8 @@ class _Warp:
     """When its groups of asynchronous copies (cp.async) arrive."""
     copied: int = 0
     """The index of its last such copy."""
-    products: list[Event] = field(default_factory=list)
-    """Its products of a warpgroup, in order."""
+    products: list[Event] = field(default_factory=lambda: [("", 0, 0, 0)] * _AHEAD)
+    """Its products of a warpgroup, in order, after some that never happen."""
 
     def __post_init__(self) -> None:
         self.advance(0)
@@ -326,10 +326,9 @@ class Multiprocessor:
         when, why = now, NOT_SELECTED
         if scheduler.pipes[pipe] > when:
             when, why = scheduler.pipes[pipe], MIO if pipe in _SLOW else "math pipe throttle"
-        if pipe == "warpgroup" and len(warp.products) >= _AHEAD:
-            ended = warp.block.when[warp.products[-_AHEAD]] - _PRODUCT + _NEXT
-            if ended > when:
-                when, why = ended, "gmma"
+        if pipe == "warpgroup":
+            ended = warp.block.when[warp.products[-_AHEAD]]  # 0 if not all warps have issued it
+            when, why = max((when, why), (ended - _PRODUCT + _NEXT, "gmma"))
         if pipe in _LOAD_STORE:
             queued = max(self.shared, scheduler.port) - _QUEUE
             if queued > when:
