@@ -129,6 +129,11 @@ class Instruction:
         matrices = int(self.modifiers[-1]) if self.base == "LDSM" else 0
         return consecutive(found[0], matrices or max(1, self.size // 4))
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether it adds to a counter and returns its value, such as the next part of a queue."""
+        return self.base[:4] == "ATOM" and "ADD" in self.modifiers and "RZ" not in self.loaded
+
 
 Code: TypeAlias = Sequence[Instruction]
 
@@ -364,9 +369,10 @@ _TYPE_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)  # by CUtensorMapDataType
 def read_map(raw: bytes) -> tuple[int, int, list[int], list[int], list[int]]:
     """Return a map's tensor, the bytes of an element, sizes, strides in bytes, and a box's sizes.
 
-    Of Hopper's, the driver also fills bytes 64 to 75; of the emulator's, boxes begin at 88.
+    Of Hopper's, the driver also fills bytes 64 to 75, or another map follows after 64; their bytes
+    12 to 15 are a stride. Of the emulator's, boxes begin at 88, and a size's upper half at 12.
     """
-    if any(raw[88:]):
+    if any(raw[88:]) and not any(raw[12:16]):
         tensor, *words = _EMULATED.unpack_from(raw)
         return tensor, words[15], words[:5], words[5:10], words[10:15]
     tensor, kind, *words = _HOPPER.unpack_from(raw)

@@ -367,15 +367,10 @@ class Multiprocessor:
             next_at = max(next_at, *warp.copies[: max(1, len(warp.copies) // 2)])
             warp.copies.clear()
             self._watch(warp, next_at, LONG, warp.copied)
-        if pipe == "warpgroup" and signal:
-            warp.products.append(signal)
+        warp.products += [signal] if signal and pipe == "warpgroup" else []
         if signal and block.contribute(signal, served, index):
             if one.base in PRODUCTS:
-                flop, operands = one.product
-                cycles = max(flop / self.gpu.warpgroup_flop, operands)
-                self.wavefront = _WAVEFRONT[0] + (2 * operands / cycles - 1) * _WAVEFRONT[1]
-                self.products = max(self.products, block.when[signal] + _START) + cycles
-                block.when[signal] = done = self.products + _PRODUCT
+                block.when[signal] = done = self._multiply(one, block.when[signal])
             self._resume(block, signal)
         self.end = max(self.end, next_at, done)
         if awaited:
@@ -392,6 +387,14 @@ class Multiprocessor:
         else:
             self._watch(warp, next_at, _AFTER.get(one.base, WAIT))
             self._wake(warp, next_at)
+
+    def _multiply(self, one: Instruction, issued: float) -> float:
+        """Return when a warpgroup's product has ended, given when its last warp has issued it."""
+        flop, operands = one.product
+        cycles = max(flop / self.gpu.warpgroup_flop, operands)
+        self.wavefront = _WAVEFRONT[0] + (2 * operands / cycles - 1) * _WAVEFRONT[1]
+        self.products = max(self.products, issued + _START) + cycles
+        return self.products + _PRODUCT
 
     def _occupy(self, one: Instruction, pipe: str, scheduler: _Scheduler, now: float) -> int:
         """Keep a pipe busy with an instruction, and return the cycles by which its result is late.
@@ -577,6 +580,7 @@ def time_grid(
         mean = line.totals()["issue"] / line.busy
         Multiprocessor(gpu, code, one.miss).observe(line.works, fits, mean, stalls)
     end, equal = finish(line, gpu, alone, paces, extra)
+    end = equal + (end - equal) / max(1, line.taken - 1)  # a block that is late takes fewer parts
     if released:
         end -= one.overlap(line.works, released)
     return end, equal, alone * min(work.counts["issue"] for work in line.works)

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gpt2_infer.bench.record import File, Row, newest, read, timings_of
-from gpt2_infer.bench.show import inspected, ladders, tables
+from gpt2_infer.bench.show import ladders, tables
 from gpt2_infer.bench.show.figures import length, main_rows, where
-from gpt2_infer.bench.show.pivot import Table, markdown, pivot
+from gpt2_infer.bench.show.pivot import Table, markdown
 
 MEASURES = "cells", "mean error", "median", "off by over 30 %", "the worst, ratio"
 SCORE = "corpus", "items", "kinds re-enacted", "cheats", "caught", "harmless", "passed", "timed"
@@ -57,13 +57,6 @@ def ladder(family: str, *tasks: str, chapter: str = "") -> None:
 def changes(*titles: str) -> None:
     """Print the lines of code that each version adds and removes; see ladders.changes()."""
     _print(ladders.changes(*titles))
-
-
-def predictions(task: str, measured: str, *, rows: str = "", columns: str = "") -> None:
-    """Print a task's predictions next to the times of the same version files."""
-    path, file = _newest(task)
-    layout = inspected.predictions(main_rows(_newest(measured)[1]))
-    _print_tables(pivot(_link(path), file, layout), rows, columns)
 
 
 def accuracy(*tasks: tuple[str, ...]) -> None:

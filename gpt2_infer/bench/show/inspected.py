@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from gpt2_infer.bench.record import Row, timings_of
 from gpt2_infer.bench.show import columns
 from gpt2_infer.bench.show.figures import Value, cell_name, length, shape_of, where
 from gpt2_infer.bench.show.pivot import Column, Entry, Layout
@@ -79,33 +76,17 @@ LAYOUTS["inspection"] = Layout(
 )
 
 
-def predictions(measured: Sequence[Row] = ()) -> Layout:
-    """Return the layout of predictions, with measured times of the same version files."""
-
-    def value(line: Entry) -> Value:
-        row = line.row
-        if not row or not row.samples:
-            return row.status if row else None
-        if not (found := timings_of(row, measured)):
-            return row.median
-        time = found[0].median
-        return f"{row.median:.4g} / {time:.4g} = {row.median / time:.2f}"
-
-    return Layout(
-        title=lambda name, file, block: (
-            f"{cell_name(block[0])}, {file.study['gpu']}; microseconds, predicted / measured "
-            f"({name})"
-        ),
-        rows=lambda file: file.rows,
-        block=cell_name,
-        line=lambda row: row.contender,
-        at=lambda block: max(map(length, block)),
-        columns=[
-            columns.BACKEND,
-            Column("N={at}", value, "{:.4g}", over=length),
-            Column("bound at the longest", columns.timed(lambda row: row.extra["bound"])),
-        ],
-    )
-
-
-LAYOUTS["prediction"] = predictions()
+LAYOUTS["prediction"] = Layout(
+    title=lambda name, file, block: (
+        f"{cell_name(block[0])}, {file.study['gpu']}; microseconds, predicted ({name})"
+    ),
+    rows=lambda file: file.rows,
+    block=cell_name,
+    line=lambda row: row.contender,
+    at=lambda block: max(map(length, block)),
+    columns=[
+        columns.BACKEND,
+        Column("N={at}", columns.median, "{:.4g}", over=length),
+        Column("bound at the longest", columns.timed(lambda row: row.extra["bound"])),
+    ],
+)

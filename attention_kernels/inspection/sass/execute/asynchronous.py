@@ -124,9 +124,9 @@ def _box(blocks: Blocks, pointer: int, first: list[int]) -> tuple[int, list[tupl
     if pointer in blocks.stored:
         words = (blocks.stored.get(pointer + at, 0) for at in range(0, MAP_BYTES, 4))
         raw = b"".join(word.to_bytes(4, "little") for word in words)
-    if len(raw) < MAP_BYTES:
+    if len(raw) < MAP_BYTES // 2:  # cuDNN's have 64 bytes
         raise SassError("a tensor map is neither a parameter of the kernel nor made by it")
-    tensor, element, sizes, strides, box = decode.read_map(raw)
+    tensor, element, sizes, strides, box = decode.read_map(raw.ljust(MAP_BYTES, b"\0"))
     at = [(x ^ 1 << 31) - (1 << 31) for x in first] + [0] * (5 - len(first))
     begin, end = (min(max(x, 0), sizes[0]) for x in (at[0], at[0] + box[0]))
     inside = (_within(at[d], box[d], sizes[d]) for d in range(4, 0, -1))
@@ -206,7 +206,8 @@ def end(blocks: Blocks, _: Instruction) -> None:
 def move_registers(blocks: Blocks, one: Instruction) -> None:
     """Execute USETMAXREG: registers that warps give up are there for those that ask for more."""
     for warp, _ in _warps(blocks):
-        event = "registers", warp // blocks.warps, 0, 0
+        event = "registers", warp // blocks.warps, blocks.moves[warp], 0
+        blocks.moves[warp] += 1
         found = (event, None) if "DEALLOC" in one.modifiers else (None, event)
         blocks.issued[-1].events[warp] = found
     if "TRY_ALLOC" in one.modifiers:

@@ -126,14 +126,13 @@ def _shared_access(blocks: Blocks, one: Instruction) -> None:
     blocks.request_shared(at, size, mask, merges=not is_matrix)
     blocks.clear(one.loaded)
     if blocks.makes_maps and one.base in ("LDS", "STS") and size >= 4:
-        block = np.arange(blocks.lanes) // (blocks.warps * WARP)
         stored = one.operands[-1] if one.base == "STS" else "RZ"
         for i, register in enumerate(one.loaded or decode.consecutive(stored, size // 4)):
             words = (at >> 2) + i % blocks.shared.shape[1]
             if one.base == "STS":
-                blocks.shared[block[mask], words[mask]] = blocks.read(register)[mask]
+                blocks.shared[blocks.block_of[mask], words[mask]] = blocks.read(register)[mask]
             else:
-                blocks.write(register, blocks.shared[block, words])
+                blocks.write(register, blocks.shared[blocks.block_of, words])
 
 
 def _global_access(blocks: Blocks, one: Instruction) -> None:
@@ -143,6 +142,11 @@ def _global_access(blocks: Blocks, one: Instruction) -> None:
         at = blocks.address(one.memory[0], wide=False) & LOW
         blocks.request_shared(at, one.size, blocks.mask)
     blocks.clear(one.loaded)
+    if one.takes_part:  # of a queue: blocks take turns, in their order
+        x, y, z = np.frombuffer(blocks.constants, np.uint32, 3, 12).tolist()
+        part = np.array(blocks.indices) @ (1, x, x * y) + x * y * z * blocks.taken
+        blocks.write(one.loaded[0], part[blocks.block_of])
+        blocks.taken[np.unique(blocks.block_of[blocks.mask])] += 1
     if blocks.makes_maps and "EXCH" in one.modifiers:
         values = blocks.read(one.operands[-1])[blocks.mask].tolist()
         blocks.stored |= zip(addresses[blocks.mask].tolist(), values, strict=True)
@@ -477,6 +481,7 @@ _OPERATIONS: dict[str, Operation] = {
     "WARPGROUP": asynchronous.await_products, "STAS": asynchronous.store_remote,
     "EXIT": asynchronous.end,
     "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
+    "FLO": lambda blocks, one: np.frexp(blocks.read(one.operands[1]))[1].astype(np.int64) - 1,
     "POPC": lambda blocks, one: sum(blocks.read(one.operands[1]) >> i & 1 for i in range(32)),
     "FCHK": lambda blocks, one: blocks.write(one.operands[0], False),
 }  # fmt: skip
@@ -488,9 +493,10 @@ def assumed(code: decode.Code) -> list[str]:
     """Return what is assumed of instructions for lack of data, in sentences."""
     unknown = {one.name for one in code if _operation(one) is _unknown}
     unknown |= {one.name for one in code if _DOUBLE.fullmatch(one.base)}
-    atomics = {one.name for one in code if one.base[:4] == "ATOM" and "RZ" not in one.loaded}
+    atomics = [one for one in code if one.base[:4] == "ATOM" and "RZ" not in one.loaded]
     found = [f"{name} is integer arithmetic with the result 0" for name in sorted(unknown)]
-    return [*found, *(f"{name} returns 0" for name in sorted(atomics))]
+    results = {one.name: "the next block's number" if one.takes_part else "0" for one in atomics}
+    return [*found, *(f"{name} returns {what}" for name, what in sorted(results.items()))]
 
 
 def _operation(one: Instruction) -> Operation | None:

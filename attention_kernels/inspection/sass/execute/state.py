@@ -94,14 +94,18 @@ class Blocks:
             "SR_TID.Y": at // x % y,
             "SR_TID.Z": at // (x * y),
             "SR_LANEID": at % WARP,
+            "SR_LTMASK": (1 << at % WARP) - 1,
             **{f"SR_CTAID.{axis}": index[:, i] for i, axis in enumerate("XYZ")},
         }
+        self.block_of = np.arange(self.lanes) // (self.warps * WARP)
+        self.taken = np.zeros(len(self.indices), np.int64)  # parts of a queue, by block
+        self.moves: Counter[int] = Counter()  # of registers, by warp
         self.done: Mask = at >= threads  # lanes that have ended
         self.mask = ~self.done  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
         # A kernel that makes tensor maps does so in shared memory. Their words by global address.
-        self.makes_maps = any(one.base == "UTMACCTL" for one in self.code)
+        self.makes_maps = any(one.base == "UTMACCTL" or one.takes_part for one in self.code)
         self.shared = np.zeros((len(self.indices), SHARED_WORDS * self.makes_maps), np.int64)
         self.stored: dict[int, int] = {}
         # The registers with which lanes took a branch, by its index and these lanes.

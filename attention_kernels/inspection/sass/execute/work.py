@@ -163,6 +163,8 @@ class Line:
     """Indices of the instructions that were executed."""
     waits: bool = False
     """Whether blocks wait for other blocks, which are taken to have come as far."""
+    taken: int = 0
+    """How often a block asks for the next part of a queue; the last time there is none."""
 
     def value(self, position: int, of: str) -> float:
         """Return a count at a position, on the line through the two nearest samples.
@@ -219,10 +221,9 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     else:
         axes, is_linear = axes_of(program, launch)
     places = _places(launch.grid, axes)
-    length = len(places)
+    length, first = len(places), None
     alike = math.prod(launch.grid[: min(axes)])
     repeats = blocks_in_grid // length // alike
-    first = None
     if length <= _SAMPLED:
         blocks, ran = run(range(length))
         samples = ran
@@ -243,7 +244,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
         blocks, ran = run(_spread(_SAMPLED, length))
         issued = [counts["issue"] for counts in ran.values()]
         are_idle = not any(counts["misses"] for counts in ran.values())
-        even = program.heads_first or len(axes) == 1
+        even = program.heads_first or (len(axes) == 1 and not blocks.taken.any())
         if max(issued) - min(issued) > 0.001 * max(issued) or are_idle or not even:
             limit = _MAX_LANES_TIMES_ISSUED * _SAMPLED // (len(blocks.issued) * blocks.lanes)
             count = min(length, _SPREAD, max(_SAMPLED, limit))
@@ -263,8 +264,9 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     # The recorder of launches puts o and scratch at 4 and 5 terabytes.
     fetched = blocks.fetched.total()
     inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
-    executed = frozenset(issue.index for issue in blocks.issued)
-    return Line(length, samples, works, inputs, alike, repeats, first, executed, blocks.waits)
+    executed, taken = frozenset(issue.index for issue in blocks.issued), int(blocks.taken.max())
+    how = inputs, alike, repeats, first, executed, blocks.waits, taken
+    return Line(length, samples, works, *how)
 
 
 def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
@@ -277,7 +279,7 @@ def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool]:
     """Return the axes of a grid along which blocks differ, and whether their work is linear there.
 
     The last block of an axis may be partial, so it does not count. Work is linear along one axis,
-    unless the blocks of a cluster divide its work.
+    unless the blocks of a cluster divide its work, or take it from a queue.
     """
     grid = launch.grid
     at = [[n * part // 4 for part in range(3)] for n in grid]
@@ -290,13 +292,14 @@ def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool]:
     differ = [
         axis for axis, (start, _, half) in enumerate(issued) if abs(half - start) > 0.001 * half
     ]
+    is_regular = not blocks.has_cluster and not blocks.taken.any()
     if len(differ) != 1:
         longest = max(range(3), key=lambda axis: grid[axis])
-        return differ or [longest], not differ and not blocks.has_cluster
+        return differ or [longest], not differ and is_regular
     (axis,) = differ
     start, between, half = issued[axis]
     expected = start + (half - start) * at[axis][1] / (at[axis][2] or 1)
-    return differ, abs(expected - between) < _LINEAR * half and not blocks.has_cluster
+    return differ, abs(expected - between) < _LINEAR * half and is_regular
 
 
 def _ends(length: int, uses_warpgroups: bool) -> set[int]:

@@ -140,6 +140,15 @@ def test_a_tensor_map_that_a_kernel_makes_is_copied_from_shared_memory():
     assert (blocks.values[6] == np.arange(64)).all()
 
 
+def test_blocks_take_the_parts_of_a_queue_in_turn():
+    """The first of 4 blocks asks twice, each time by the last lane of a warp."""
+    take = [f"@P1 ATOMG.E.ADD.STRONG.GPU PT, R{to}, [R8.64], R5" for to in (6, 7)]
+    code = "S2R R4, SR_LTMASK", "FLO.U32 R5, R4", "ISETP.EQ.AND P1, PT, R5, 0x1e, PT"
+    blocks = ran(*code, *take, constants=struct.pack("<6I", 64, 1, 1, 4, 1, 1))
+    assert blocks.values[[6, 7]][:, [30, 31]].tolist() == [[0, 0], [0, 4]]
+    assert assumed(blocks.code) == ["ATOMG.E.ADD.STRONG.GPU returns the next block's number"]
+
+
 def test_predicates_are_packed_into_a_register_and_back():
     code = """S2R R4, SR_TID.X
     R2P PR, R4, 0x5
