@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <cfloat>
+#include <cmath>
 #include <utility>
 
 #include "cluster.h"
@@ -29,6 +31,11 @@ ATTENTION_EMULATOR_INLINE void copy_async(void* to, const void* from, CachePolic
 }
 
 inline void prefetch(const void*) {}
+
+inline float fast_exp(float x) {
+  const float y = std::exp(x);
+  return y < FLT_MIN ? 0.0f : y;
+}
 
 // Defined in tma.cpp. The second is for what later bulk copies read of global memory.
 void proxy_fence();

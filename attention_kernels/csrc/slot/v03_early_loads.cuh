@@ -9,6 +9,7 @@
 // Takes:  float32 float16 bfloat16
 // Shared: 32 * (D + 2)
 
+#include "ptx.cuh"
 #include "slot/slot.cuh"
 
 namespace attention::slot {
@@ -118,7 +119,7 @@ struct Attention {
       float value[kPerChunk];
       const bool is_newest = key_of(split, step) == cache.newest;
       unpack<Element>(choose_chunk(is_newest, query.newest_v, v[step]), value);
-      const float weight = __expf(s[step] - result.row_max);
+      const float weight = ptx::fast_exp(s[step] - result.row_max);
       result.row_sum += weight;
 #pragma unroll
       for (int i = 0; i < kPerChunk; ++i) result.o[i] += weight * value[i];

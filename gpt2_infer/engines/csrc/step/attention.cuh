@@ -5,6 +5,7 @@
 #include <cfloat>
 
 #include "params.cuh"
+#include "ptx.cuh"
 #ifndef ATTENTION_SLOT  // no other slot.cuh's file was included first: see StepShape in fused.py
 #include "slot/v03_early_loads.cuh"
 #endif
@@ -34,21 +35,33 @@ struct Join {
 #pragma unroll 8
     for (int i = 0; i < count; ++i) add(partials[i], column);
   }
-  // The same with at most kMost partials, all of which are loaded at once.
+  // The same with at most kMost partials.
   template <int kMost>
   __device__ Join(const Partial (&partials)[kMost], int count, int column) {
-    float maxima[kMost];
+    join<kMost>(partials, count, column);
+  }
+  // All are loaded at once: up to kAtOnce, of which more than half exist. So few cost little.
+  template <int kMost, int kAtOnce = 1>
+  __device__ void join(const Partial* partials, int count, int column) {
+    if constexpr (kAtOnce < kMost) {
+      if (count > kAtOnce) {
+        constexpr int kMore = 2 * kAtOnce < kMost ? 2 * kAtOnce : kMost;
+        return join<kMost, kMore>(partials, count, column);
+      }
+    }
+    const auto exists = [=](int i) { return i <= kAtOnce / 2 || i < count; };
+    float maxima[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      maxima[i] = i < count ? partials[i].row_max : -FLT_MAX;
+    for (int i = 0; i < kAtOnce; ++i) {
+      maxima[i] = exists(i) ? partials[i].row_max : -FLT_MAX;
       row_max = fmaxf(row_max, maxima[i]);
     }
 #pragma unroll
-    for (int i = 0; i < kMost; ++i)
-      if (i < count) add(partials[i], column);
+    for (int i = 0; i < kAtOnce; ++i)
+      if (exists(i)) add(partials[i], column);
   }
   __device__ void add(const Partial& partial, int column) {
-    const float scale = __expf(partial.row_max - row_max);
+    const float scale = ptx::fast_exp(partial.row_max - row_max);
     row_sum += scale * partial.row_sum;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) o[c] += scale * partial.o[column + c];

@@ -9,6 +9,7 @@
 #include "attention.cuh"
 #include "norm.cuh"
 #include "products.cuh"
+#include "ptx.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -81,7 +82,7 @@ __device__ inline float4 join_splits(const Splits& splits, int row, int n, int n
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (first + i >= count) continue;
-      scales[i] = __expf(maxima[first + i] - row_max);
+      scales[i] = ptx::fast_exp(maxima[first + i] - row_max);
       sums[i] = row_sums[first + i];
       parts[i] = *reinterpret_cast<const float4*>(&splits.o[row][first + i][n]);
     }
