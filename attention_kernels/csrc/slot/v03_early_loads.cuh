@@ -96,16 +96,23 @@ struct Attention {
     float s[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const int n = key_of(split, step);
       float key[kPerChunk];
-      unpack<Element>(choose_chunk(n == cache.newest, query.newest_k, k[step]), key);
+      const bool is_newest = key_of(split, step) == cache.newest;
+      unpack<Element>(choose_chunk(is_newest, query.newest_k, k[step]), key);
       s[step] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kPerChunk; ++i) s[step] += query.q[i] * key[i];
+    }
+    // The steps' exchanges between lanes are in flight together.
 #pragma unroll
-      for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
         s[step] += __shfl_xor_sync(kWarp, s[step], width);
-      s[step] = n <= cache.newest ? softmax_scale * s[step] : -INFINITY;
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      s[step] = key_of(split, step) <= cache.newest ? softmax_scale * s[step] : -INFINITY;
       result.row_max = fmaxf(result.row_max, s[step]);
     }
     if (next > 0) load(cache.keys, cache.key_stride, split + next, k);
