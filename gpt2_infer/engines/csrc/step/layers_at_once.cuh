@@ -136,54 +136,57 @@ struct Tiles {
   }
   __device__ void await_proj(int layer) { ptx::barrier_wait(&shared.proj_arrived, layer % 2); }
 
-  // One warp requests a tile. Its region must not be in use.
-  __device__ void request(int tile) const {
-    if (tile < 3 * p.layers)
-      request(static_cast<Kind>(tile % 3 == 0   ? kQkv
-                                : tile % 3 == 1 ? kFc
-                                                : kFc2),
-              tile / 3, region(tile), &shared.arrived[tile % kRegions]);
+  // All warps request a tile of a layer, 0 to 2, or of a later one. Its region must not be in use.
+  template <int kTile>
+  __device__ __forceinline__ void request(int layer) const {
+    constexpr Kind kKinds[] = {kQkv, kFc, kFc2};
+    const int tile = 3 * layer + kTile;
+    if (layer + kTile / 3 < p.layers)
+      request<kKinds[kTile % 3], kTile % 2 * kAttendWarps / 2>(layer + kTile / 3, region(tile),
+                                                               &shared.arrived[tile % kRegions]);
   }
-  __device__ void request_proj(int layer) const {
-    if (layer < p.layers) request(kProj, layer, proj(), &shared.proj_arrived);
+  __device__ __forceinline__ void request_proj(int layer) const {
+    if (layer < p.layers) request<kProj, 0>(layer, proj(), &shared.proj_arrived);
   }
-  // Lane i makes the i-th copy.
-  __device__ void request(Kind kind, int layer, uint4* to, ptx::Barrier* arrived) const {
-    const int lane = threadIdx.x % 32;
+  // The copies are divided among all warps, from the kFirst-th last on, because a warp's lanes make
+  // theirs one after the other. Some may arrive before the barrier expects them.
+  template <Kind kKind, int kFirst>
+  __device__ __forceinline__ void request(int layer, uint4* to, ptx::Barrier* arrived) const {
+    const int warp = (2 * kAttendWarps - 1 - kFirst - threadIdx.x / 32) % kAttendWarps;
+    const int i = threadIdx.x % 32 * kAttendWarps + warp;
     const LayerWeights& weights = p.weights[layer];
     int count = kParts, bytes;
     const Element* from;
-    if (kind == kQkv) {
+    if constexpr (kKind == kQkv) {
       count = rank < kQkvUnits ? (kQkvUnits - 1 - rank) / kRanks + 1 : 0;
       bytes = QkvProduct::kBytes;
-      const int unit = rank + lane * kRanks;
+      const int unit = rank + i * kRanks;
       const int packed =
           (unit / kUnitsPerHead * kHeads + head) * kUnitsPerHead + unit % kUnitsPerHead;
       from = weights.qkv + int64_t{packed} * (kEmbd * QkvProduct::kColumns);
-    } else if (kind == kFc) {
+    } else if constexpr (kKind == kFc) {
       count = 1;
       bytes = kFcUnits * FcProduct::kBytes;
       from =
           weights.fc + int64_t{head * kRanks + rank} * (bytes / static_cast<int>(sizeof(Element)));
     } else {
       // The cluster's rows of the block's columns; packed in units of 8 columns.
-      const int first = rank * kParts + lane;
-      bytes = kind == kProj ? HeadPart::kBytes : HiddenPart::kBytes;
-      from = kind == kProj ? weights.proj + (first * kEmbd + head * HeadPart::K) * 8
-                           : weights.fc2 + (int64_t{first} * kInner + head * HiddenPart::K) * 8;
+      const int first = rank * kParts + i;
+      bytes = kKind == kProj ? HeadPart::kBytes : HiddenPart::kBytes;
+      from = kKind == kProj ? weights.proj + (first * kEmbd + head * HeadPart::K) * 8
+                            : weights.fc2 + (int64_t{first} * kInner + head * HiddenPart::K) * 8;
     }
-    if (lane == 0) {
+    if (i == 0) {
       if (count > 0)
         ptx::barrier_expect(arrived, count * bytes);
       else
         ptx::barrier_arrive(arrived);
     }
-    __syncwarp();
-    if (lane < count)
-      ptx::copy_bulk(to + lane * (bytes / 16), from, bytes, arrived, ptx::evict_first());
+    if (i < count)
+      ptx::copy_bulk(to + i * (bytes / 16), from, bytes, arrived, ptx::evict_first());
   }
 };
-static_assert(kParts <= 32 && kMostUnits <= 32);
+static_assert(kParts <= kAttendThreads && kMostUnits <= kAttendThreads);
 
 constexpr int kLine = 128;  // bytes that a prefetch requests
 constexpr int kLineOfRow = min_of(kLine / static_cast<int>(sizeof(Element)), kHeadDim);
@@ -276,7 +279,6 @@ struct Block {
   uint4* const s_tiles;
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int rank = blockIdx.x % kRanks, head = blockIdx.x / kRanks;
-  const bool requests = warp == kAttendWarps - 1;  // tiles
   Tiles tiles{p, shared, s_tiles, rank, head};
   int newest;
   // This thread's column of x, in the blocks of this rank
@@ -342,6 +344,13 @@ struct Block {
     return y;
   }
 
+  template <int kTile>
+  __device__ __forceinline__ void request_first() const {
+    if constexpr (kTile < kRegions) {
+      tiles.request<kTile>(0);
+      request_first<kTile + 1>();
+    }
+  }
   // Requests tiles first, so that they arrive while x is read and the cluster's blocks begin.
   __device__ __forceinline__ void begin() {
     if (t == 0) {
@@ -354,12 +363,9 @@ struct Block {
     newest = p.seqlens[0];
     for (int i = 0; i < kExchanges; ++i) expect(static_cast<Exchange>(i));
     __syncthreads();
-    if (requests) {
-      tiles.request(0);
-      tiles.request_proj(0);
-#pragma unroll 1
-      for (int i = 1; i < kRegions; ++i) tiles.request(i);
-    }
+    tiles.request<0>(0);
+    tiles.request_proj(0);
+    request_first<1>();
     const int64_t token = p.newest[0] < 0 ? 0 : p.newest[0];
 #pragma unroll
     for (int i = 0; i < kXPerThread; ++i) {
@@ -402,7 +408,6 @@ struct Block {
       normalize(inputs.norm_1, shared.x_next);
     else
       __syncthreads();
-    if (requests && layer > 0) tiles.request(tile - 1 + kRegions);
 #pragma unroll
     for (int i = 0; i < kMostUnits; ++i) {
       if (rank + i * kRanks >= kQkvUnits) break;
@@ -426,7 +431,8 @@ struct Block {
           cache_of(p, layer, matrix - 1, 0, head)[int64_t{newest} * kHeadDim + at] = element;
       }
     }
-    if (requests) tiles.request(tile + kRegions);
+    if (layer > 0) tiles.request<kRegions - 1>(layer);
+    tiles.request<kRegions>(layer);
     await(kHeadsQkv, layer);
   }
 
@@ -489,10 +495,8 @@ struct Block {
       send_element(&shared.hidden[rank * kRankHidden + at], t / kColumns,
                    from_float<Factor>(gelu(y)), &shared.exchanges[kHiddenUnits]);
     }
-    if (requests) {
-      tiles.request_proj(layer + 1);
-      tiles.request(tile + 1 + kRegions);
-    }
+    tiles.request_proj(layer + 1);
+    tiles.request<kRegions + 1>(layer);
   }
 
   // Leaves the parts that sum_hidden() adds up in the next layer.
