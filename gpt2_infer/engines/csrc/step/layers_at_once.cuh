@@ -209,18 +209,39 @@ __device__ void send_element(T* here, int to, T element, ptx::Barrier* exchange)
   }
 }
 
-// Multiplies x by the block's columns of the cluster's rows, 8 columns per warp at a time.
+// A part's weights, or zeros.
+template <typename P>
+struct PartWeights {
+  const uint4* s_weights;
+  bool exists;
+  __device__ void await(int) {}
+  __device__ uint4 at(int step, int i) const {
+    return exists ? *P::piece(s_weights, step, i) : make_uint4(0, 0, 0, 0);
+  }
+  __device__ void replace(int) {}
+};
+
+// Multiplies x by the block's columns of the cluster's rows, in units of 8 columns. A warp's units are
+// multiplied together, because the products of each are a chain.
 template <typename P>
 __device__ void leave_parts(const uint4* tile, const Factor* x, Word* words, unsigned tag) {
+  const int warp = threadIdx.x / 32;
+  int column = -1;  // of each unit, if this lane has its sum
+  float sums[kPartsPerWarp];
+  const auto exists = [=](int i) {
+    return (i + 1) * kAttendWarps <= kParts || warp + i * kAttendWarps < kParts;
+  };
 #pragma unroll
   for (int i = 0; i < kPartsPerWarp; ++i) {
-    const int part = threadIdx.x / 32 + i * kAttendWarps;
-    if (part >= kParts) break;
-    ArrivedWeights<P> weights{tile + part * (P::kBytes / 16)};
-    P::template multiply<false>(weights, x, [&](int at, float sum) {
-      ptx::store_word(words + part * 8 + at, Word{tag} << 32 | __float_as_uint(sum));
-    });
+    PartWeights<P> weights{tile + (warp + i * kAttendWarps) * (P::kBytes / 16), exists(i)};
+    P::template multiply<false>(weights, x,
+                                [&](int at, float sum) { column = at, sums[i] = sum; });
   }
+#pragma unroll
+  for (int i = 0; i < kPartsPerWarp; ++i)
+    if (column >= 0 && exists(i))
+      ptx::store_word(words + (warp * 8 + column) + i * kAttendWarps * 8,
+                      Word{tag} << 32 | __float_as_uint(sums[i]));
   ptx::proxy_fence();
 }
 
