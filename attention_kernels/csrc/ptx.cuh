@@ -212,6 +212,9 @@ inline __device__ unsigned long long load_word(const unsigned long long* from) {
 }
 inline __device__ void poll_again() {}
 
+// Keeps the compiler from computing a value later, after a branch.
+inline __device__ void compute_now(float value) { asm volatile("" ::"f"(value)); }
+
 // Copies words to the address in a block of the cluster that corresponds to `here`, 1, 2 or 4 times
 // 4 bytes and aligned to that. When they have arrived, they count towards the phase of that block's
 // barrier.

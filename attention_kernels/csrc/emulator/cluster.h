@@ -80,6 +80,7 @@ ATTENTION_EMULATOR_INLINE unsigned long long load_word(const unsigned long long*
 inline void poll_again(ATTENTION_EMULATOR_SITE) {
   note_poll(nullptr, 0, {"poll_again", file, line});
 }
+inline void compute_now(float) {}
 
 }  // namespace attention::ptx
 

@@ -245,22 +245,24 @@ __device__ void leave_parts(const uint4* tile, const Factor* x, Word* words, uns
   ptx::proxy_fence();
 }
 
-// Waits for the parts of a column and adds them up.
+// Waits for the parts of a column and adds them up, before it is known whether all have arrived: both
+// take as long.
 __device__ inline float sum_parts(const Word* words, unsigned tag) {
-  Word parts[kHeads];
   for (;;) {
-    bool is_complete = true;
+    Word parts[kHeads];
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) parts[i] = ptx::load_word(words + i * kEmbd);
+    unsigned differences = 0;
+    float y = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) is_complete &= parts[i] >> 32 == tag;
-    if (is_complete) break;
+    for (int i = 0; i < kHeads; ++i) {
+      differences |= static_cast<unsigned>(parts[i] >> 32) ^ tag;
+      y += __uint_as_float(static_cast<unsigned>(parts[i]));
+    }
+    ptx::compute_now(y);
+    if (differences == 0) return y;
     ptx::poll_again();
   }
-  float y = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) y += __uint_as_float(static_cast<unsigned>(parts[i]));
-  return y;
 }
 
 __device__ inline float embedding(const StepParams& p, int64_t token, int position, int i) {
@@ -407,6 +409,7 @@ struct Block {
 
   // Ends the previous layer, after the loads for this one, which arrive meanwhile.
   __device__ __forceinline__ void sum_hidden(const Inputs& inputs, int layer, int tile) {
+    if (layer + 1 < p.layers) prefetch(layer + 1);
     if (layer > 0) {
       if (has_column) {
         x += sum_parts(hidden_parts, tag) + fc2_bias;
@@ -419,7 +422,6 @@ struct Block {
     }
     fc2_bias = inputs.fc2_bias;
     ++tag;
-    if (layer + 1 < p.layers) prefetch(layer + 1);
   }
 
   // Each block normalizes all of x: to send it normalized would be one more exchange.
