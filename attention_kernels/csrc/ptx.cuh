@@ -127,10 +127,16 @@ inline __device__ void copy_async(void* to, const void* from, CachePolicy policy
       : "memory");
 }
 
-// exp(x) in two instructions; __expf() takes six, for results below 2^-126, which are 0 here.
+// exp(x) in two instructions; __expf() takes six, for results below 2^-126, which are 0 here. And
+// 1 / sqrt(x) in one, for x from 2^-126 on.
 inline __device__ float fast_exp(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+  return y;
+}
+inline __device__ float fast_rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

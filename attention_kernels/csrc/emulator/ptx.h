@@ -36,6 +36,7 @@ inline float fast_exp(float x) {
   const float y = std::exp(x);
   return y < FLT_MIN ? 0.0f : y;
 }
+inline float fast_rsqrt(float x) { return 1.0f / std::sqrt(x); }
 
 // Defined in tma.cpp. The second is for what later bulk copies read of global memory.
 void proxy_fence();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "ptx.cuh"
 
 namespace attention::ATTENTION_VERSION {
 
@@ -16,8 +17,6 @@ __device__ double sum_of(const double* values) {
     return sum_of<kCount / 2>(values) + sum_of<kCount - kCount / 2>(values + kCount / 2);
 }
 
-// Loads one value per row of the batch. Results of this step's kernels are read from L2, because a
-
 // LayerNorm of x (batch, kEmbd) in one block; a thread has elements threadIdx.x + i * kThreads.
 template <int kWarps>
 struct Norm {
@@ -26,7 +25,7 @@ struct Norm {
   static constexpr int kMoments = 2 * kBatch;  // each row's sum, then each row's sum of squares
 
   struct Shared {
-    double moments[kWarps][kMoments];
+    alignas(16) double moments[kWarps][kMoments];
   };
 
   float weight[kEach], bias[kEach];
@@ -68,19 +67,21 @@ struct Norm {
     fold<1, 16>(moments, moment);
     if (lane % kSame == 0) shared.moments[warp][lane / kSame] = moment[0];
     __syncthreads();
-    // Every warp adds up the moments of all warps, one moment per lane.
-    double of_warp[kWarps];
+    // Every lane adds up a row's moments of all warps.
+    const auto moment_of = [&](int m) {
+      double of_warp[kWarps];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) of_warp[w] = shared.moments[w][lane % kMoments];
-    moment[0] = sum_of<kWarps>(of_warp) * (1.0 / kEmbd);
-    const double mean = __shfl_sync(kWarp, moment[0], lane % kBatch);
-    const double square = __shfl_sync(kWarp, moment[0], lane % kBatch + kBatch);
-    const auto variance = static_cast<float>(square - mean * mean);
-    const float row_mean = mean, row_scale = rsqrtf(variance + epsilon);
+      for (int w = 0; w < kWarps; ++w) of_warp[w] = shared.moments[w][m];
+      return sum_of<kWarps>(of_warp) * (1.0 / kEmbd);
+    };
+    const double mean = moment_of(lane % kBatch), square = moment_of(lane % kBatch + kBatch);
+    // Rounded in one way only, whatever the compiler makes of it.
+    const auto variance = static_cast<float>(fma(-mean, mean, square));
+    const float row_mean = mean, row_scale = ptx::fast_rsqrt(variance + epsilon);
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) {
-      const float shift = __shfl_sync(kWarp, row_mean, r);
-      const float scale = __shfl_sync(kWarp, row_scale, r);
+      const float shift = kBatch == 1 ? row_mean : __shfl_sync(kWarp, row_mean, r);
+      const float scale = kBatch == 1 ? row_scale : __shfl_sync(kWarp, row_scale, r);
 #pragma unroll
       for (int i = 0; i < kEach; ++i)
         if (has(i)) v[i][r] = (v[i][r] - shift) * scale * weight[i] + bias[i];
