@@ -431,7 +431,7 @@ struct Block {
       normalize(inputs.norm_1, shared.x_next);
     else
       __syncthreads();
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kMostUnits; ++i) {
       if (rank + i * kRanks >= kQkvUnits) break;
       multiply<QkvProduct>(tiles.region(tile), i);

@@ -59,7 +59,7 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
 
   static __device__ int first_of(int step) {  // row of the warp
     const int warp = kWarps == 1 ? 0 : threadIdx.x / 32;
-    return kIsConsecutive ? (warp * kSteps + step) * kWarpK : (step * kWarps + warp) * kWarpK;
+    return step * (kIsConsecutive ? kWarpK : kStepK) + warp * (kIsConsecutive ? kSteps : 1) * kWarpK;
   }
   static __device__ int k_of(int step) { return first_of(step) + threadIdx.x % 32 / kRowLanes; }
   static __device__ bool has(int step) {
@@ -76,8 +76,10 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   template <bool kFromL2, typename Weights, typename Put>
   static __device__ void multiply(Weights& weights, const float* x, Put put) {
     constexpr int kAtOnce = kFromL2 ? 24 / kBatch : 1;  // rows of x in flight
+    // Unrolled, the loop over the layers of the one kernel would not fit in the instruction cache.
+    constexpr int kUnrolled = !kIsOneKernel || kSteps <= 8 ? kSteps : kSteps % 8 ? kSteps / 2 : 8;
     float acc[kSums] = {};
-#pragma unroll
+#pragma unroll kUnrolled
     for (int first = 0; first < kSteps; first += kAtOnce) {
       float rows[kAtOnce][kBatch];
 #pragma unroll
