@@ -149,7 +149,8 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
   template <bool kFromL2, typename Weights, typename Put>
   static __device__ void multiply(Weights& weights, const Element* x, Put put) {
     const int lane = threadIdx.x % 32;
-    const int row = kSharesB ? lane / 4 % 4 : lane / 4;
+    // Lanes of other columns of B read the last row: their sums are not used.
+    const int row = min(kSharesB ? lane / 4 % 4 : lane / 4, kBatch - 1);
     const int first_k = lane % 4 * 8 + (kSharesB ? lane / 16 * 32 : 0);
     constexpr int kAtOnce = kFromL2 ? 8 / kFactors : 1;  // groups of x in flight
     float acc[kTiles][kFactors][4] = {};
@@ -161,7 +162,7 @@ struct TensorProduct : Columns<K, N, kColumns, kWarps> {
 #pragma unroll
         for (int f = 0; f < kFactors; ++f) {
           factors[i][f] = make_uint4(0, 0, 0, 0);
-          if (row >= kBatch || !has(first + i)) continue;
+          if (!has(first + i)) continue;
           const int k = group_of(first + i) * kStepK + f * 32 + first_k;
           const auto* const from =
               reinterpret_cast<const uint4*>(x + factor_at<K, kFromL2 ? 0 : kPadding>(k, row));
