@@ -221,6 +221,18 @@ inline __device__ void poll_again() {}
 // Keeps the compiler from computing a value later, after a branch.
 inline __device__ void compute_now(float value) { asm volatile("" ::"f"(value)); }
 
+// Returns its argument, of which the compiler knows nothing: it keeps what depends on it in registers
+// instead of computing it again where it is used.
+inline __device__ int kept(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+template <typename T>
+__device__ T* kept(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // Copies words to the address in a block of the cluster that corresponds to `here`, 1, 2 or 4 times
 // 4 bytes and aligned to that. When they have arrived, they count towards the phase of that block's
 // barrier.

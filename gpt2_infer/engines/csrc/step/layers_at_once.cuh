@@ -400,8 +400,8 @@ struct Block {
     auto& words = p.scratch->words;
     parts = words[0] + column;
     hidden_parts = words[kHeads] + column;
-    my_parts = words[head] + rank * kRankColumns;
-    my_hidden_parts = words[kHeads + head] + rank * kRankColumns;
+    my_parts = ptx::kept(words[head] + rank * kRankColumns);
+    my_hidden_parts = ptx::kept(words[kHeads + head] + rank * kRankColumns);
     tag = p.scratch->epoch * p.layers;
     ptx::cluster_arrive();
     ptx::cluster_wait();  // the cluster's blocks have begun, and expect what they are sent
@@ -541,7 +541,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) layers_at_once(const StepPa
   ATTENTION_DYNAMIC_SHARED(uint4, s_tiles);
   __shared__ LayersShared shared;
   ptx::allow_next();
-  Block block{p, shared, s_tiles};
+  Block block{p, (&shared)[ptx::kept(0)], s_tiles};
   block.begin();
   for (int layer = 0; layer < p.layers; ++layer) {
     const int head = block.head;
