@@ -45,7 +45,7 @@ KEPT = (
 CALL = re.compile(
     r"\b(?:\w+(?:::|\.))?(?!__(?:shfl|ballot|any|all|match|reduce))"
     r"\w*(?:(?<!a)sync|fence|wait|arrive|commit|expect|allow_next|_turn)\w*(?:<\w+>)?(?=\()"
-    r"|!ptx::barrier_test(?=\()|differences == 0"
+    r"|!ptx::barrier_test(?=\()|y == y"
 )
 FUNCTION = re.compile(
     r"(?:__device__|__global__)[\w\s:<>*&,]*?(?:__launch_bounds__\([^{;]*?\)\s+)?\b(\w+)\("
@@ -106,7 +106,7 @@ def droppable(sources: Mapping[str, str]) -> dict[str, str]:
         call, kept = text[site.start : site.end], f"kept_site({number})"
         if call.startswith("!"):
             call = f"{kept} && {call}"
-        elif call.endswith("== 0"):
+        elif call == "y == y":
             call = f"(!{kept} || {call})"
         else:
             call = f"({kept} ? (void)({call}) : (void)0)"

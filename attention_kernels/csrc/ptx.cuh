@@ -208,6 +208,14 @@ inline __device__ void store_to_block(float* here, unsigned block, float value) 
 // Words in global memory that blocks which run at the same time exchange, of which a thread reads all
 // bits or none that another one has stored. They order no other accesses. Before a thread reads a
 // word again, which has not arrived yet, it calls poll_again().
+inline __device__ void store_word(unsigned* to, unsigned word) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+inline __device__ unsigned load_word(const unsigned* from) {
+  unsigned word;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  return word;
+}
 inline __device__ void store_word(unsigned long long* to, unsigned long long word) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }

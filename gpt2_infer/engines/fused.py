@@ -357,7 +357,7 @@ class StepShape:
         width, heads = self.config.n_embd, self.config.n_head
         splits = self.max_splits * (width + 2 * heads)
         row = 3 * width + self.config.inner_dim + 2 * self.head_blocks + splits
-        words = 2 * width * (2 * heads if self.is_one_kernel else 1)
+        words = width * (4 * self.config.n_layer * heads if self.is_one_kernel else 1)
         return self.batch * row + words + 3 * 4  # padding to 16 bytes, and the epoch
 
     def version(self) -> VersionHeader:
@@ -367,6 +367,7 @@ class StepShape:
             "EMBD": config.n_embd,
             "INNER": config.inner_dim,
             "HEADS": config.n_head,
+            "LAYERS": config.n_layer,
             "VOCAB": config.vocab_size,
             "BATCH": self.batch,
             "BLOCKS": self.head_blocks,

@@ -71,10 +71,12 @@ ATTENTION_EMULATOR_INLINE void send_words(void* here, unsigned block,
 }
 
 // Words that blocks exchange through global memory; see ptx.cuh.
-ATTENTION_EMULATOR_INLINE void store_word(unsigned long long* to, unsigned long long word) {
+template <typename Word>
+ATTENTION_EMULATOR_INLINE void store_word(Word* to, Word word) {
   __atomic_store_n(to, word, __ATOMIC_RELAXED);
 }
-ATTENTION_EMULATOR_INLINE unsigned long long load_word(const unsigned long long* from) {
+template <typename Word>
+ATTENTION_EMULATOR_INLINE Word load_word(const Word* from) {
   return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
 inline void poll_again(ATTENTION_EMULATOR_SITE) {

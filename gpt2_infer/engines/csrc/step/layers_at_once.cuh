@@ -13,20 +13,20 @@
 //   kHeadsQkv     compute_qkv(): blocks with     compute_qkv(): all of the      768, 512    barrier
 //                 columns of q, k and v          cluster
 //   kHeadsSplits  attend(): blocks with keys     attend(): all of the cluster   264 each    barrier
-//   words         project_heads(): all, parts    project_heads(): blocks of     9,216       tag
+//   words         project_heads(): all, parts    project_heads(): blocks of     4,608       word
 //                 of their columns of x          that rank in all clusters
 //   kSumX         project_heads(): all, their    compute_hidden(): all of the   3,072       barrier
 //                 columns of x                   cluster
 //   kHiddenUnits  compute_hidden(): all          project_hidden(): all of the   1,024, 512  barrier
 //                                                cluster
-//   words         project_hidden(): all, parts   sum_hidden(), in the end       9,216       tag
+//   words         project_hidden(): all, parts   sum_hidden(), in the end       4,608       word
 //                 of their columns of x          leave_x(): as above
 //   kNextX        sum_hidden(): all, their       sum_hidden(): the cluster's    3,072       barrier
 //                 columns of x                   with columns of q, k and v
 //
 // Within a cluster, blocks store into each other's shared memory, and a barrier there counts the bytes
-// of an exchange. Between clusters, a word in global memory has a value and the tag of its layer: who
-// waits reads it until the tag is right.
+// of an exchange. Between clusters, a word in global memory is 0 until it has a value: who waits reads it
+// until then.
 //
 // The blocks of a cluster meet at a barrier of all of them only once. It orders all memory accesses, so
 // it waits for requested weights, too.
@@ -75,6 +75,7 @@ constexpr int kFcUnits = kRankHidden / FcProduct::kColumns;
 constexpr int kXPerThread = ceil_div(kEmbd, kAttendThreads);
 constexpr int kParts = kRankColumns / 8;  // units of 8 columns of a block
 constexpr int kPartsPerWarp = ceil_div(kParts, kAttendWarps);
+constexpr int kStalePerThread = ceil_div(2 * kRankColumns, kAttendThreads);
 
 constexpr int kRegionBytes =
     max_of(max_of(kMostUnits * QkvProduct::kBytes, kFcUnits* FcProduct::kBytes),
@@ -224,7 +225,7 @@ struct PartWeights {
 // Multiplies x by the block's columns of the cluster's rows, in units of 8 columns. A warp's units are
 // multiplied together, because the products of each are a chain.
 template <typename P>
-__device__ void leave_parts(const uint4* tile, const Factor* x, Word* words, unsigned tag) {
+__device__ void leave_parts(const uint4* tile, const Factor* x, Word* words) {
   const int warp = threadIdx.x / 32;
   int column = -1;  // of each unit, if this lane has its sum
   float sums[kPartsPerWarp];
@@ -241,26 +242,24 @@ __device__ void leave_parts(const uint4* tile, const Factor* x, Word* words, uns
   for (int i = 0; i < kPartsPerWarp; ++i)
     if (column >= 0 && exists(i))
       ptx::store_word(words + (warp * 8 + column) + i * kAttendWarps * 8,
-                      Word{tag} << 32 | __float_as_uint(sums[i]));
+                      ~__float_as_uint(sums[i]));
   ptx::proxy_fence();
 }
 
-// Waits for the parts of a column and adds them up, before it is known whether all have arrived: both
-// take as long.
-__device__ inline float sum_parts(const Word* words, unsigned tag) {
+// Waits for the parts of a column and adds them up: the sum is NaN if one has not arrived.
+__device__ inline float sum_parts(const Word* words) {
   for (;;) {
     Word parts[kHeads];
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) parts[i] = ptx::load_word(words + i * kEmbd);
-    unsigned differences = 0;
     float y = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      differences |= static_cast<unsigned>(parts[i] >> 32) ^ tag;
-      y += __uint_as_float(static_cast<unsigned>(parts[i]));
-    }
-    ptx::compute_now(y);
-    if (differences == 0) return y;
+    for (int i = 0; i < kHeads; ++i) y += __uint_as_float(~parts[i]);
+    if (y == y) return y;
+    Word least = parts[0];
+#pragma unroll
+    for (int i = 1; i < kHeads; ++i) least = min(least, parts[i]);
+    if (least != 0) return y;
     ptx::poll_again();
   }
 }
@@ -309,9 +308,10 @@ struct Block {
   int column;
   float x;
   float fc2_bias = 0.0f;             // of the previous layer
-  unsigned tag;                      // of the newest parts
-  const Word *parts, *hidden_parts;  // of the column, from all clusters
-  Word *my_parts, *my_hidden_parts;  // from this one, of all columns of the rank
+  static constexpr int kHidden = kHeads * kEmbd;  // from the words of the heads to the hidden units'
+  const Word* parts;  // of the column, from all clusters
+  Word* my_parts;     // from this one, of all columns of the rank
+  Word* stale;        // those that it writes in the next step
 
   __device__ __forceinline__ void expect(Exchange exchange) {
     constexpr int kBytes[kExchanges] = {
@@ -397,12 +397,11 @@ struct Block {
     }
     column = rank * kRankColumns + (has_column ? t : 0);
     x = embedding(p, token, newest, column);
+    const int parity = p.scratch->epoch % 2, first = 2 * kHeads * kLayers;
     auto& words = p.scratch->words;
-    parts = words[0] + column;
-    hidden_parts = words[kHeads] + column;
-    my_parts = ptx::kept(words[head] + rank * kRankColumns);
-    my_hidden_parts = ptx::kept(words[kHeads + head] + rank * kRankColumns);
-    tag = p.scratch->epoch * p.layers;
+    parts = words[parity * first] + column;
+    my_parts = ptx::kept(words[parity * first + head] + rank * kRankColumns);
+    stale = words[(1 - parity) * first + head] + rank * kRankColumns;
     ptx::cluster_arrive();
     ptx::cluster_wait();  // the cluster's blocks have begun, and expect what they are sent
   }
@@ -410,9 +409,16 @@ struct Block {
   // Ends the previous layer, after the loads for this one, which arrive meanwhile.
   __device__ __forceinline__ void sum_hidden(const Inputs& inputs, int layer, int tile) {
     if (layer + 1 < p.layers) prefetch(layer + 1);
+#pragma unroll
+    for (int i = 0; i < kStalePerThread; ++i) {
+      const int at = t + i * kAttendThreads;
+      if (at < 2 * kRankColumns)
+        ptx::store_word(stale + (at / kRankColumns * kHidden + at % kRankColumns), Word{0});
+    }
+    stale += 2 * kHidden;
     if (layer > 0) {
       if (has_column) {
-        x += sum_parts(hidden_parts, tag) + fc2_bias;
+        x += sum_parts(parts + kHidden) + fc2_bias;
         send_x(shared.x_next, kNextX);
       }
       tiles.await(tile);
@@ -420,8 +426,8 @@ struct Block {
     } else {
       tiles.await(tile);
     }
+    if (layer > 0) parts += 2 * kHidden, my_parts += 2 * kHidden;
     fc2_bias = inputs.fc2_bias;
-    ++tag;
   }
 
   // Each block normalizes all of x: to send it normalized would be one more exchange.
@@ -494,9 +500,9 @@ struct Block {
   // The blocks of a rank, one in each cluster, add up the same parts: to send each other the sums
   // would be one more exchange between clusters.
   __device__ __forceinline__ void project_heads(const Inputs& inputs) {
-    leave_parts<HeadPart>(tiles.proj(), shared.o, my_parts, tag);
+    leave_parts<HeadPart>(tiles.proj(), shared.o, my_parts);
     if (has_column) {
-      x += sum_parts(parts, tag) + inputs.proj_bias;
+      x += sum_parts(parts) + inputs.proj_bias;
       send_x(shared.x_sum, kSumX);
     }
   }
@@ -526,13 +532,13 @@ struct Block {
   __device__ __forceinline__ void project_hidden(int layer, int tile) {
     tiles.await(tile + 2);
     await(kHiddenUnits, layer);
-    leave_parts<HiddenPart>(tiles.region(tile + 2), shared.hidden, my_hidden_parts, tag);
+    leave_parts<HiddenPart>(tiles.region(tile + 2), shared.hidden, my_parts + kHidden);
   }
 
   // All clusters have the same x.
   __device__ __forceinline__ void leave_x() const {
     if (has_column && head == 0)
-      p.scratch->x[0][column] = x + (sum_parts(hidden_parts, tag) + fc2_bias);
+      p.scratch->x[0][column] = x + (sum_parts(parts + kHidden) + fc2_bias);
   }
 };
 

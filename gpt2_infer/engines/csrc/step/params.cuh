@@ -13,6 +13,7 @@ namespace attention::ATTENTION_VERSION {
 constexpr int kEmbd = STEP_EMBD;
 constexpr int kInner = STEP_INNER;
 constexpr int kHeads = STEP_HEADS;
+constexpr int kLayers = STEP_LAYERS;
 constexpr int kVocab = STEP_VOCAB;
 constexpr int kBatch = STEP_BATCH;              // 1, 2, 4 or 8
 constexpr int kHeadBlocks = STEP_BLOCKS;        // blocks of the product with the embedding
@@ -75,8 +76,9 @@ struct Splits {
   float row_sum[kBatch][kHeads][kMaxSplits];
 };
 
-// A value, below the number of its exchange: who reads both at once needs no other signal.
-using Word = unsigned long long;
+// The inverted bits of a value: 0, which would be NaN with bits that no sum has, until it is there. Who
+// reads it needs no other signal. A step sets those to 0 that the next one writes.
+using Word = unsigned;
 
 // What the kernels of a step pass on to each other.
 struct Scratch {
@@ -86,8 +88,9 @@ struct Scratch {
   alignas(16) Factor hidden[kInner * kBatch];
   Best best[kHeadBlocks][kBatch];
   Splits splits;
-  Word words[kIsOneKernel ? 2 * kHeads : 1][kEmbd];  // the heads' parts, and the hidden units'
-  unsigned epoch;                                    // steps so far
+  // Of even steps and of odd ones: each layer's parts of the heads, and of the hidden units
+  Word words[kIsOneKernel ? 2 * kLayers * 2 * kHeads : 1][kEmbd];
+  unsigned epoch;  // steps so far
 };
 
 }  // namespace attention::ATTENTION_VERSION
