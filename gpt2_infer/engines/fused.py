@@ -390,8 +390,7 @@ class StepShape:
         flags = (*parsed.flags, *(f"-DSTEP_{name}={value}" for name, value in macros.items()))
         dtypes = (dtype_name(self.dtype),)
         digest = hashlib.sha256(repr((dtypes, flags)).encode()).hexdigest()[:12]
-        op = f"{parsed.op}_{digest}"
-        return replace(parsed, flags=flags, dtypes=dtypes, op=op, needs=needs)
+        return replace(parsed, flags=flags, dtypes=dtypes, op=f"{parsed.op}_{digest}", needs=needs)
 
 
 StepParams = c_struct(

@@ -107,8 +107,7 @@ struct Attention {
 #pragma unroll
     for (int width = kLanes / 2; width > 0; width /= 2) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        s[step] += __shfl_xor_sync(kWarp, s[step], width);
+      for (int step = 0; step < kSteps; ++step) s[step] += __shfl_xor_sync(kWarp, s[step], width);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {

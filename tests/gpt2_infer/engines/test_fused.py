@@ -32,6 +32,8 @@ LONG = dataclasses.replace(CONFIG, n_positions=300)
 TWO_SPLITS = dataclasses.replace(CONFIG, n_positions=256)
 # The shared memory in which ONE_KERNEL's last product goes through a ring, if it is portable.
 RING = {"shared_kb": 15}
+# That in which ONE_KERNEL's weights arrive in two regions.
+TWO_REGIONS = {"shared_kb": 56}
 # In this CONFIG's layer does not fit, so attention lets the next kernel start before it waits.
 EARLY = {"shared_kb": 20}
 HEAD_BLOCKS = 8

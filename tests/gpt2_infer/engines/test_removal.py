@@ -17,7 +17,7 @@ from tests.gpt2_infer.engines.common import random_model
 from tests.gpt2_infer.engines.test_speculative import check_guesses
 
 # The step's shapes: a chain of kernels for one row, for two and for eight; without early launches;
-# through a ring; one kernel. And a pass with guesses.
+# through a ring; one kernel, also with few regions for weights. And a pass with guesses.
 SHAPES = [
     (test_fused.CONFIG, torch.float32, [127], test_fused.EARLY),
     (test_fused.LONG, torch.float32, [3, 255], {}),
@@ -25,6 +25,7 @@ SHAPES = [
     (test_fused.CONFIG, torch.float32, [127], {"portable": True}),
     (test_fused.ONE_KERNEL, torch.float32, [127], {"portable": True, **test_fused.RING}),
     (test_fused.ONE_KERNEL, torch.float32, [127], {}),
+    (test_fused.ONE_KERNEL, torch.float32, [127], test_fused.TWO_REGIONS),
 ]
 NOTICED = removal.rows("noticed") + removal.rows("noticed_by_the_race_check")
 # One of each message, if possible of the last version.
@@ -61,7 +62,7 @@ def notice(monkeypatch, request):
             removal.use_droppable_step(monkeypatch)
             if build:
                 request.getfixturevalue("race_checked")
-            shapes = [5] if file == removal.LAYERS else [0, 1, 2, 3, 4, len(SHAPES)]
+            shapes = [5, 6] if file == removal.LAYERS else [0, 1, 2, 3, 4, len(SHAPES)]
             sources, runs = removal.STEP, [step_run(shape) for shape in shapes]
         names = [(site.file, site.name) for site in removal.sites(sources)]
         return removal.notice(names.index((file, name)), runs, orders)

@@ -35,7 +35,7 @@
 // hidden units' projection. A tile lies in one of kRegions regions of shared memory. When it has
 // been used, the tile kRegions further on is requested. The heads' projection has its own region.
 // A copy may overtake a load, so every thread that has read a tile calls proxy_fence() before the
-// barrier after which its region is requested again.
+// barrier after which its region is requested again; after the heads' projection, in the next product.
 //
 // Why a buffer may be overwritten: a block sends its hidden units to all blocks of its cluster, so
 // who has received all of a layer's knows that the others have read what they needed before. Parts
@@ -56,7 +56,8 @@ constexpr int kRankColumns = kEmbd / kRanks;
 constexpr int kClusterHidden = kInner / kHeads, kRankHidden = kClusterHidden / kRanks;
 static_assert(kBatch == 1 && !kIsPortable && kMaxSplits <= kRanks);
 static_assert(kEmbd % (8 * kRanks) == 0 && kInner % (kHeads * kRanks) == 0);
-static_assert(kRankColumns <= kAttendThreads);
+constexpr int kColumnWarps = ceil_div(kRankColumns, 32);
+static_assert(kColumnWarps < kAttendWarps);
 
 using QkvProduct = Product<kQkv>;
 using FcProduct = Product<kFc>;
@@ -110,6 +111,9 @@ struct LayersShared {
 constexpr int kRegions = min_of(
     6, (kSmemBytes - 256 - static_cast<int>(sizeof(LayersShared)) - kProjBytes) / kRegionBytes);
 static_assert(kRegions >= 2);
+// A layer has more tiles than that, as GPT-2's in float32. So that they come in time, the tile that a layer's
+// last one makes room for is requested at once, and tiles wait in the L2 cache until there is room.
+constexpr bool kHasFewRegions = kRegions < 3;
 constexpr size_t kTileBytes = kRegions * kRegionBytes + kProjBytes;
 
 // A product's weights that have arrived.
@@ -126,6 +130,7 @@ struct Tiles {
   LayersShared& shared;
   uint4* const s_tiles;
   const int rank, head;
+  static constexpr Kind kKinds[] = {kQkv, kFc, kFc2};
 
   __device__ uint4* region(int tile) const {
     return s_tiles + tile % kRegions * (kRegionBytes / 16);
@@ -137,46 +142,33 @@ struct Tiles {
   }
   __device__ void await_proj(int layer) { ptx::barrier_wait(&shared.proj_arrived, layer % 2); }
 
-  // All warps request a tile of a layer, 0 to 2, or of a later one. Its region must not be in use.
-  template <int kTile>
+  // The warps from kFrom on request a tile of a layer, 0 to 2, or of a later one. Its region must not be
+  // in use.
+  template <int kTile, int kFrom = 0>
   __device__ __forceinline__ void request(int layer) const {
-    constexpr Kind kKinds[] = {kQkv, kFc, kFc2};
     const int tile = 3 * layer + kTile;
     if (layer + kTile / 3 < p.layers)
-      request<kKinds[kTile % 3], kTile % 2 * kAttendWarps / 2>(layer + kTile / 3, region(tile),
-                                                               &shared.arrived[tile % kRegions]);
+      request<kKinds[kTile % 3], kFrom>(layer + kTile / 3, region(tile),
+                                        &shared.arrived[tile % kRegions]);
   }
   __device__ __forceinline__ void request_proj(int layer) const {
     if (layer < p.layers) request<kProj, 0>(layer, proj(), &shared.proj_arrived);
   }
-  // The copies are divided among all warps, from the kFirst-th last on, because a warp's lanes make
-  // theirs one after the other. Some may arrive before the barrier expects them.
-  template <Kind kKind, int kFirst>
+  // Requests a tile into the L2 cache.
+  template <int kTile>
+  __device__ __forceinline__ void prefetch(int layer) const {
+    if (layer + kTile / 3 >= p.layers) return;
+    const int i = copy_of<kAttendWarps, 0>();
+    const Source source = source_of<kKinds[kTile % 3]>(layer + kTile / 3, i);
+    if (i < source.count) ptx::prefetch_bulk(source.from, source.bytes, ptx::evict_first());
+  }
+  // Some copies may arrive before the barrier expects them.
+  template <Kind kKind, int kFrom>
   __device__ __forceinline__ void request(int layer, uint4* to, ptx::Barrier* arrived) const {
-    const int warp = (2 * kAttendWarps - 1 - kFirst - threadIdx.x / 32) % kAttendWarps;
-    const int i = threadIdx.x % 32 * kAttendWarps + warp;
-    const LayerWeights& weights = p.weights[layer];
-    int count = kParts, bytes;
-    const Element* from;
-    if constexpr (kKind == kQkv) {
-      count = rank < kQkvUnits ? (kQkvUnits - 1 - rank) / kRanks + 1 : 0;
-      bytes = QkvProduct::kBytes;
-      const int unit = rank + i * kRanks;
-      const int packed =
-          (unit / kUnitsPerHead * kHeads + head) * kUnitsPerHead + unit % kUnitsPerHead;
-      from = weights.qkv + int64_t{packed} * (kEmbd * QkvProduct::kColumns);
-    } else if constexpr (kKind == kFc) {
-      count = 1;
-      bytes = kFcUnits * FcProduct::kBytes;
-      from =
-          weights.fc + int64_t{head * kRanks + rank} * (bytes / static_cast<int>(sizeof(Element)));
-    } else {
-      // The cluster's rows of the block's columns; packed in units of 8 columns.
-      const int first = rank * kParts + i;
-      bytes = kKind == kProj ? HeadPart::kBytes : HiddenPart::kBytes;
-      from = kKind == kProj ? weights.proj + (first * kEmbd + head * HeadPart::K) * 8
-                            : weights.fc2 + (int64_t{first} * kInner + head * HiddenPart::K) * 8;
-    }
+    constexpr int kWarps = kAttendWarps - kFrom;
+    const int i = copy_of<kWarps, kKind == kProj ? kWarps / 2 : 0>();
+    const Source source = source_of<kKind>(layer, i);
+    const int count = source.count, bytes = source.bytes;
     if (i == 0) {
       if (count > 0)
         ptx::barrier_expect(arrived, count * bytes);
@@ -184,7 +176,44 @@ struct Tiles {
         ptx::barrier_arrive(arrived);
     }
     if (i < count)
-      ptx::copy_bulk(to + i * (bytes / 16), from, bytes, arrived, ptx::evict_first());
+      ptx::copy_bulk(to + i * (bytes / 16), source.from, bytes, arrived, ptx::evict_first());
+  }
+  // Which copy a thread makes. They are divided among the last kWarps warps, because a warp's lanes make
+  // theirs one after the other: from the last warp on, or from the middle for a matrix that is requested
+  // together with another one.
+  template <int kWarps, int kFirst>
+  static __device__ __forceinline__ int copy_of() {
+    const int warp = (2 * kAttendWarps - 1 - kFirst - threadIdx.x / 32) % kWarps;
+    return threadIdx.x % 32 * kWarps + warp;
+  }
+  // The i-th of the `count` pieces that a block has of a matrix.
+  struct Source {
+    const Element* from;
+    int count, bytes;
+  };
+  template <Kind kKind>
+  __device__ __forceinline__ Source source_of(int layer, int i) const {
+    const LayerWeights& weights = p.weights[layer];
+    if constexpr (kKind == kQkv) {
+      const int unit = rank + i * kRanks;
+      const int packed =
+          (unit / kUnitsPerHead * kHeads + head) * kUnitsPerHead + unit % kUnitsPerHead;
+      return {weights.qkv + int64_t{packed} * (kEmbd * QkvProduct::kColumns),
+              rank < kQkvUnits ? (kQkvUnits - 1 - rank) / kRanks + 1 : 0, QkvProduct::kBytes};
+    } else if constexpr (kKind == kFc) {
+      constexpr int kBytes = kFcUnits * FcProduct::kBytes;
+      return {
+          weights.fc + int64_t{head * kRanks + rank} * (kBytes / static_cast<int>(sizeof(Element))),
+          1, kBytes};
+    } else {
+      // The cluster's rows of the block's columns; packed in units of 8 columns.
+      const int first = rank * kParts + i;
+      if constexpr (kKind == kProj)
+        return {weights.proj + (first * kEmbd + head * HeadPart::K) * 8, kParts, HeadPart::kBytes};
+      else
+        return {weights.fc2 + (int64_t{first} * kInner + head * HiddenPart::K) * 8, kParts,
+                HiddenPart::kBytes};
+    }
   }
 };
 static_assert(kParts <= kAttendThreads && kMostUnits <= kAttendThreads);
@@ -235,15 +264,13 @@ __device__ void leave_parts(const uint4* tile, const Factor* x, Word* words) {
 #pragma unroll
   for (int i = 0; i < kPartsPerWarp; ++i) {
     PartWeights<P> weights{tile + (warp + i * kAttendWarps) * (P::kBytes / 16), exists(i)};
-    P::template multiply<false>(weights, x,
-                                [&](int at, float sum) { column = at, sums[i] = sum; });
+    P::template multiply<false>(weights, x, [&](int at, float sum) { column = at, sums[i] = sum; });
   }
 #pragma unroll
   for (int i = 0; i < kPartsPerWarp; ++i)
     if (column >= 0 && exists(i))
       ptx::store_word(words + (warp * 8 + column) + i * kAttendWarps * 8,
                       ~__float_as_uint(sums[i]));
-  ptx::proxy_fence();
 }
 
 // Waits for the parts of a column and adds them up: the sum is NaN if one has not arrived.
@@ -307,11 +334,12 @@ struct Block {
   const bool has_column = t < kRankColumns;
   int column;
   float x;
-  float fc2_bias = 0.0f;             // of the previous layer
-  static constexpr int kHidden = kHeads * kEmbd;  // from the words of the heads to the hidden units'
-  const Word* parts;  // of the column, from all clusters
-  Word* my_parts;     // from this one, of all columns of the rank
-  Word* stale;        // those that it writes in the next step
+  float fc2_bias = 0.0f;  // of the previous layer
+  static constexpr int kHidden =
+      kHeads * kEmbd;  // from the words of the heads to the hidden units'
+  const Word* parts;   // of the column, from all clusters
+  Word* my_parts;      // from this one, of all columns of the rank
+  Word* stale;         // those that it writes in the next step
 
   __device__ __forceinline__ void expect(Exchange exchange) {
     constexpr int kBytes[kExchanges] = {
@@ -433,10 +461,7 @@ struct Block {
   // Each block normalizes all of x: to send it normalized would be one more exchange.
   __device__ __forceinline__ void compute_qkv(const Inputs& inputs, int layer, int tile) {
     constexpr int kColumns = QkvProduct::kColumns;
-    if (rank < kQkvUnits)
-      normalize(inputs.norm_1, shared.x_next);
-    else
-      __syncthreads();
+    if (rank < kQkvUnits) normalize(inputs.norm_1, shared.x_next);
 #pragma unroll 1
     for (int i = 0; i < kMostUnits; ++i) {
       if (rank + i * kRanks >= kQkvUnits) break;
@@ -460,8 +485,9 @@ struct Block {
           cache_of(p, layer, matrix - 1, 0, head)[int64_t{newest} * kHeadDim + at] = element;
       }
     }
-    if (layer > 0) tiles.request<kRegions - 1>(layer);
+    if (!kHasFewRegions && layer > 0) tiles.request<kRegions - 1>(layer);
     tiles.request<kRegions>(layer);
+    if (kHasFewRegions) tiles.prefetch<kRegions + 1>(layer);
     await(kHeadsQkv, layer);
   }
 
@@ -524,8 +550,9 @@ struct Block {
       send_element(&shared.hidden[rank * kRankHidden + at], t / kColumns,
                    from_float<Factor>(gelu(y)), &shared.exchanges[kHiddenUnits]);
     }
-    tiles.request_proj(layer + 1);
     tiles.request<kRegions + 1>(layer);
+    tiles.request_proj(layer + 1);
+    if (kHasFewRegions) tiles.prefetch<kRegions + 2>(layer);
   }
 
   // Leaves the parts that sum_hidden() adds up in the next layer.
@@ -533,6 +560,16 @@ struct Block {
     tiles.await(tile + 2);
     await(kHiddenUnits, layer);
     leave_parts<HiddenPart>(tiles.region(tile + 2), shared.hidden, my_parts + kHidden);
+    if constexpr (kHasFewRegions) {
+      // Warps without columns of x wait for no parts, so they have time.
+      ptx::proxy_fence();
+      if (warp < kColumnWarps) {
+        ptx::named_barrier_arrive(1, kAttendThreads);
+      } else {
+        ptx::named_barrier_sync(1, kAttendThreads);
+        tiles.request<kRegions + 2, kColumnWarps>(layer);
+      }
+    }
   }
 
   // All clusters have the same x.

@@ -59,7 +59,8 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
 
   static __device__ int first_of(int step) {  // row of the warp
     const int warp = kWarps == 1 ? 0 : threadIdx.x / 32;
-    return step * (kIsConsecutive ? kWarpK : kStepK) + warp * (kIsConsecutive ? kSteps : 1) * kWarpK;
+    return step * (kIsConsecutive ? kWarpK : kStepK) +
+           warp * (kIsConsecutive ? kSteps : 1) * kWarpK;
   }
   static __device__ int k_of(int step) { return first_of(step) + threadIdx.x % 32 / kRowLanes; }
   static __device__ bool has(int step) {
