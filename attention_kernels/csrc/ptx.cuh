@@ -140,13 +140,9 @@ inline __device__ float fast_rsqrt(float x) {
   return y;
 }
 
-// Starts to load the 128-byte line at an address into L2, or a multiple of 16 bytes.
+// Starts to load the 128-byte line at an address into L2.
 inline __device__ void prefetch(const void* line) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}
-inline __device__ void prefetch_bulk(const void* from, unsigned bytes, CachePolicy policy) {
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from),
-               "r"(bytes), "l"(policy));
 }
 
 // sums += A B for a warp, in float16 or bfloat16: A is 16 x 16, B 16 x 8, sums 16 x 8 in float32.

@@ -31,7 +31,6 @@ ATTENTION_EMULATOR_INLINE void copy_async(void* to, const void* from, CachePolic
 }
 
 inline void prefetch(const void*) {}
-inline void prefetch_bulk(const void*, unsigned, CachePolicy) {}
 
 inline float fast_exp(float x) {
   const float y = std::exp(x);

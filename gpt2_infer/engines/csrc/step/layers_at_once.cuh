@@ -111,8 +111,8 @@ struct LayersShared {
 constexpr int kRegions = min_of(
     6, (kSmemBytes - 256 - static_cast<int>(sizeof(LayersShared)) - kProjBytes) / kRegionBytes);
 static_assert(kRegions >= 2);
-// A layer has more tiles than that, as GPT-2's in float32. So that they come in time, the tile that a layer's
-// last one makes room for is requested at once, and tiles wait in the L2 cache until there is room.
+// A layer has more tiles than that, as GPT-2's in float32. So that they come in time, the tile that a
+// layer's last one makes room for is requested at once.
 constexpr bool kHasFewRegions = kRegions < 3;
 constexpr size_t kTileBytes = kRegions * kRegionBytes + kProjBytes;
 
@@ -154,19 +154,14 @@ struct Tiles {
   __device__ __forceinline__ void request_proj(int layer) const {
     if (layer < p.layers) request<kProj, 0>(layer, proj(), &shared.proj_arrived);
   }
-  // Requests a tile into the L2 cache.
-  template <int kTile>
-  __device__ __forceinline__ void prefetch(int layer) const {
-    if (layer + kTile / 3 >= p.layers) return;
-    const int i = copy_of<kAttendWarps, 0>();
-    const Source source = source_of<kKinds[kTile % 3]>(layer + kTile / 3, i);
-    if (i < source.count) ptx::prefetch_bulk(source.from, source.bytes, ptx::evict_first());
-  }
-  // Some copies may arrive before the barrier expects them.
+  // The copies are divided among the warps, because a warp's lanes make theirs one after the other: from
+  // the last warp on, or from the middle for a matrix that is requested together with another one. Some
+  // may arrive before the barrier expects them.
   template <Kind kKind, int kFrom>
   __device__ __forceinline__ void request(int layer, uint4* to, ptx::Barrier* arrived) const {
-    constexpr int kWarps = kAttendWarps - kFrom;
-    const int i = copy_of<kWarps, kKind == kProj ? kWarps / 2 : 0>();
+    constexpr int kWarps = kAttendWarps - kFrom, kFirst = kKind == kProj ? kWarps / 2 : 0;
+    const int i = threadIdx.x % 32 * kWarps +
+                  (2 * kAttendWarps - 1 - kFirst - static_cast<int>(threadIdx.x) / 32) % kWarps;
     const Source source = source_of<kKind>(layer, i);
     const int count = source.count, bytes = source.bytes;
     if (i == 0) {
@@ -177,14 +172,6 @@ struct Tiles {
     }
     if (i < count)
       ptx::copy_bulk(to + i * (bytes / 16), source.from, bytes, arrived, ptx::evict_first());
-  }
-  // Which copy a thread makes. They are divided among the last kWarps warps, because a warp's lanes make
-  // theirs one after the other: from the last warp on, or from the middle for a matrix that is requested
-  // together with another one.
-  template <int kWarps, int kFirst>
-  static __device__ __forceinline__ int copy_of() {
-    const int warp = (2 * kAttendWarps - 1 - kFirst - threadIdx.x / 32) % kWarps;
-    return threadIdx.x % 32 * kWarps + warp;
   }
   // The i-th of the `count` pieces that a block has of a matrix.
   struct Source {
@@ -462,7 +449,7 @@ struct Block {
   __device__ __forceinline__ void compute_qkv(const Inputs& inputs, int layer, int tile) {
     constexpr int kColumns = QkvProduct::kColumns;
     if (rank < kQkvUnits) normalize(inputs.norm_1, shared.x_next);
-#pragma unroll 1
+#pragma unroll
     for (int i = 0; i < kMostUnits; ++i) {
       if (rank + i * kRanks >= kQkvUnits) break;
       multiply<QkvProduct>(tiles.region(tile), i);
@@ -487,7 +474,6 @@ struct Block {
     }
     if (!kHasFewRegions && layer > 0) tiles.request<kRegions - 1>(layer);
     tiles.request<kRegions>(layer);
-    if (kHasFewRegions) tiles.prefetch<kRegions + 1>(layer);
     await(kHeadsQkv, layer);
   }
 
@@ -552,7 +538,6 @@ struct Block {
     }
     tiles.request<kRegions + 1>(layer);
     tiles.request_proj(layer + 1);
-    if (kHasFewRegions) tiles.prefetch<kRegions + 2>(layer);
   }
 
   // Leaves the parts that sum_hidden() adds up in the next layer.

@@ -77,10 +77,8 @@ struct PlainProduct : Columns<K, N, kColumns, kWarps> {
   template <bool kFromL2, typename Weights, typename Put>
   static __device__ void multiply(Weights& weights, const float* x, Put put) {
     constexpr int kAtOnce = kFromL2 ? 24 / kBatch : 1;  // rows of x in flight
-    // Unrolled, the loop over the layers of the one kernel would not fit in the instruction cache.
-    constexpr int kUnrolled = !kIsOneKernel || kSteps <= 8 ? kSteps : kSteps % 8 ? kSteps / 2 : 8;
     float acc[kSums] = {};
-#pragma unroll kUnrolled
+#pragma unroll
     for (int first = 0; first < kSteps; first += kAtOnce) {
       float rows[kAtOnce][kBatch];
 #pragma unroll
