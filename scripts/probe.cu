@@ -402,7 +402,8 @@ __global__ void __launch_bounds__(256) issue(long long* found, int loops) {
 // kPlain instructions each, and make the next operand A of them, while a thread copies 32 KB from L2 to
 // shared memory for each of their loops. found: cycles and nanoseconds of each block.
 template <int kPlain, bool kCopies>
-__global__ void __launch_bounds__(384) mixed(long long* found, const unsigned char* from, int loops) {
+__global__ void __launch_bounds__(384)
+    mixed(long long* found, const unsigned char* from, int loops) {
   ATTENTION_ALIGNED_SHARED(unsigned char, tile, 1024);
   constexpr int kBytes = 32768;
   __shared__ ptx::Barrier full;
@@ -943,8 +944,8 @@ template <int kSums, int kCount, bool kFromRegisters>
 void issue_ahead() {
   const auto kernel = issue<kSums, kCount, kFromRegisters>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 66 * 1024);
-  constexpr const char* kWhat[] = {"issuing the first", "issuing the second", "waiting for the first",
-                                   "waiting for the second"};
+  constexpr const char* kWhat[] = {"issuing the first", "issuing the second",
+                                   "waiting for the first", "waiting for the second"};
   for (int warpgroups : {1, 2}) {
     kernel<<<1, 128 * warpgroups, 66 * 1024>>>(cycles, 32);
     for (int i = 0; i < 4; ++i)

@@ -168,7 +168,6 @@ def test_logits_that_are_not_finite_end_generation(sampling, watched, device, cl
         ({"prompts": [[True]]}, "a text or a list of token ids: True is not a token id"),
         ({"engine": "warp"}, "engine must be one of auto, eager, graph, fused"),
         ({"sampling": 0}, "sampling must be a Sampling, not 0"),
-        ({"stop": 3}, "stop must be a Sequence, not 3"),
     ],
 )
 def test_invalid_requests_are_refused(arguments, words, demo):

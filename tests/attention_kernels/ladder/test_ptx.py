@@ -336,7 +336,6 @@ def test_the_cases_the_headers_and_the_strangers_use_the_whole_table(tmp_path, m
         ('asm("mov.u32 %0, 1;" : "=a"(x));', 'does not take the operand "=a"(x)'),
         ('asm("{.reg .b128 q;}");', "has no register of type .b128"),
         ('asm("mov.u32 %0, 1" : "=r"(x));', "`;` is missing"),
-        ('asm("bar.red.popc.u32 %0, 0, 0, p;" : "=r"(x));', "does not take `bar.red.popc.u32"),
         ('asm("mov.u32 %0, %1;" : "=r"(x) : "r"(y));', None),
         ('asm("mov.u32 %0, 1;" : "=l"(x));', "no matching function for call to 'output"),
         ('asm("add.u64 %0, %0, 1;" : "+r"(x));', "no matching function for call to 'get"),
