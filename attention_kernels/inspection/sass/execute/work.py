@@ -164,7 +164,7 @@ class Line:
     waits: bool = False
     """Whether blocks wait for other blocks, which are taken to have come as far."""
     taken: int = 0
-    """How often a block asks for the next part of a queue; the last time there is none."""
+    """How often a block asks a queue for its next part; the last time it gets none."""
 
     def value(self, position: int, of: str) -> float:
         """Return a count at a position, on the line through the two nearest samples.
