@@ -226,9 +226,6 @@ inline __device__ unsigned long long load_word(const unsigned long long* from) {
 }
 inline __device__ void poll_again() {}
 
-// Keeps the compiler from computing a value later, after a branch.
-inline __device__ void compute_now(float value) { asm volatile("" ::"f"(value)); }
-
 // Returns its argument, of which the compiler knows nothing: it keeps what depends on it in registers
 // instead of computing it again where it is used.
 inline __device__ int kept(int x) {

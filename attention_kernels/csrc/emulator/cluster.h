@@ -82,7 +82,6 @@ ATTENTION_EMULATOR_INLINE Word load_word(const Word* from) {
 inline void poll_again(ATTENTION_EMULATOR_SITE) {
   note_poll(nullptr, 0, {"poll_again", file, line});
 }
-inline void compute_now(float) {}
 template <typename T>
 T kept(T x) {
   return x;

@@ -129,7 +129,7 @@ class Instruction:
         matrices = int(self.modifiers[-1]) if self.base == "LDSM" else 0
         return consecutive(found[0], matrices or max(1, self.size // 4))
 
-    @property
+    @functools.cached_property
     def takes_part(self) -> bool:
         """Whether it adds to a counter and returns its value, such as the next part of a queue."""
         return self.base[:4] == "ATOM" and "ADD" in self.modifiers and "RZ" not in self.loaded

@@ -125,7 +125,7 @@ def _shared_access(blocks: Blocks, one: Instruction) -> None:
     at = blocks.address(one.memory[0], wide=False) & LOW
     blocks.request_shared(at, size, mask, merges=not is_matrix)
     blocks.clear(one.loaded)
-    if blocks.makes_maps and one.base in ("LDS", "STS") and size >= 4:
+    if blocks.keeps_shared and one.base in ("LDS", "STS") and size >= 4:
         stored = one.operands[-1] if one.base == "STS" else "RZ"
         for i, register in enumerate(one.loaded or decode.consecutive(stored, size // 4)):
             words = (at >> 2) + i % blocks.shared.shape[1]
@@ -147,7 +147,7 @@ def _global_access(blocks: Blocks, one: Instruction) -> None:
         part = np.array(blocks.indices) @ (1, x, x * y) + x * y * z * blocks.taken
         blocks.write(one.loaded[0], part[blocks.block_of])
         blocks.taken[np.unique(blocks.block_of[blocks.mask])] += 1
-    if blocks.makes_maps and "EXCH" in one.modifiers:
+    if blocks.keeps_shared and "EXCH" in one.modifiers:
         values = blocks.read(one.operands[-1])[blocks.mask].tolist()
         blocks.stored |= zip(addresses[blocks.mask].tolist(), values, strict=True)
     for place, word in blocks.words.items() if len(one.loaded) == 1 else ():

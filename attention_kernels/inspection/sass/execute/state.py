@@ -104,9 +104,10 @@ class Blocks:
         self.mask = ~self.done  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
-        # A kernel that makes tensor maps does so in shared memory. Their words by global address.
-        self.makes_maps = any(one.base == "UTMACCTL" or one.takes_part for one in self.code)
-        self.shared = np.zeros((len(self.indices), SHARED_WORDS * self.makes_maps), np.int64)
+        # Tensor maps that a kernel makes, and parts of a queue, pass through shared memory. Words of
+        # such maps by global address.
+        self.keeps_shared = any(one.base == "UTMACCTL" or one.takes_part for one in self.code)
+        self.shared = np.zeros((len(self.indices), SHARED_WORDS * self.keeps_shared), np.int64)
         self.stored: dict[int, int] = {}
         # The registers with which lanes took a branch, by its index and these lanes.
         self.branched: dict[tuple[int, bytes], int] = {}

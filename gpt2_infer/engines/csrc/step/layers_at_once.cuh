@@ -116,12 +116,15 @@ static_assert(kRegions >= 2);
 constexpr bool kHasFewRegions = kRegions < 3;
 constexpr size_t kTileBytes = kRegions * kRegionBytes + kProjBytes;
 
-// A product's weights that have arrived.
+// A product's weights that have arrived, or zeros.
 template <typename P>
 struct ArrivedWeights {
   const uint4* s_weights;
+  bool exist = true;
   __device__ void await(int) {}
-  __device__ uint4 at(int step, int i) const { return *P::piece(s_weights, step, i); }
+  __device__ uint4 at(int step, int i) const {
+    return exist ? *P::piece(s_weights, step, i) : make_uint4(0, 0, 0, 0);
+  }
   __device__ void replace(int) {}
 };
 
@@ -226,18 +229,6 @@ __device__ void send_element(T* here, int to, T element, ptx::Barrier* exchange)
   }
 }
 
-// A part's weights, or zeros.
-template <typename P>
-struct PartWeights {
-  const uint4* s_weights;
-  bool exists;
-  __device__ void await(int) {}
-  __device__ uint4 at(int step, int i) const {
-    return exists ? *P::piece(s_weights, step, i) : make_uint4(0, 0, 0, 0);
-  }
-  __device__ void replace(int) {}
-};
-
 // Multiplies x by the block's columns of the cluster's rows, in units of 8 columns. A warp's units are
 // multiplied together, because the products of each are a chain.
 template <typename P>
@@ -250,7 +241,7 @@ __device__ void leave_parts(const uint4* tile, const Factor* x, Word* words) {
   };
 #pragma unroll
   for (int i = 0; i < kPartsPerWarp; ++i) {
-    PartWeights<P> weights{tile + (warp + i * kAttendWarps) * (P::kBytes / 16), exists(i)};
+    ArrivedWeights<P> weights{tile + (warp + i * kAttendWarps) * (P::kBytes / 16), exists(i)};
     P::template multiply<false>(weights, x, [&](int at, float sum) { column = at, sums[i] = sum; });
   }
 #pragma unroll
