@@ -141,7 +141,6 @@ def attention_runs(file: str, build: str) -> list[Run]:
     spec = ladder.backend(f"TEST_{version.op.upper()}", "test", version)
     spec.prepare("cpu")
     seqlen = 330 if version.needs_exactly else 150  # more tiles than there are slots for
-    first, *others = spec.head_dims
 
     def run(is_causal: bool, multiprocessors: str, seqlen: int, head_dim: int) -> None:
         with mock.patch.dict(os.environ, ATTENTION_EMULATOR_MULTIPROCESSORS=multiprocessors):
@@ -150,8 +149,8 @@ def attention_runs(file: str, build: str) -> list[Run]:
         assert verdict.passed, verdict
 
     counts = ("1", "8") if "kDividesKeys" in text else ("1",)
-    how = [(*some, seqlen, first) for some in itertools.product((True, False), counts)]
-    how += [(False, "1", 1030, head_dim) for head_dim in others]  # version 39's longer blocks
+    how = [(*some, seqlen, spec.head_dims[0]) for some in itertools.product((True, False), counts)]
+    how += [(False, "1", 1030, other) for other in spec.head_dims[1:]]  # version 39's longer blocks
     return [functools.partial(run, *some) for some in how]
 
 

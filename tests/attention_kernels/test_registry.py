@@ -76,9 +76,11 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
     "change",
     [
         {"name": "lower"},
+        {"name": "A-DASH"},
         {"precisions": {}},
         {"precisions": {"bfloat16": "tf32"}},  # whose budgets zeros would meet
         {"head_dims": (64, 0)},
+        {"head_dims": (10**12,)},
         {"device_types": ("tpu",)},
         {"error_slack": 5},
         {"error_slack": 2, "precisions": {"float32": "tf32"}},

@@ -168,6 +168,9 @@ def test_logits_that_are_not_finite_end_generation(sampling, watched, device, cl
         ({"prompts": [[True]]}, "a text or a list of token ids: True is not a token id"),
         ({"engine": "warp"}, "engine must be one of auto, eager, graph, fused"),
         ({"sampling": 0}, "sampling must be a Sampling, not 0"),
+        ({"stop": 3}, "stop must be a Sequence, not 3"),
+        ({"ignore_eos": "no"}, "ignore_eos must be a bool, not 'no'"),
+        ({"on_text": ""}, "on_text must be callable, not ''"),
     ],
 )
 def test_invalid_requests_are_refused(arguments, words, demo):

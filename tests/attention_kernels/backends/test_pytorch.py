@@ -12,8 +12,7 @@ from attention_kernels.judge.suite import Case
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"),
-    [("MATH", "attention_math"), ("FLASH_ATTENTION", "flash_attention_for_cpu")],
+    ("name", "kernel"), [("MATH", "attention_math"), ("FLASH_ATTENTION", "flash_attention_for_cpu")]
 )
 def test_the_named_kernel_and_no_other_runs_on_the_cpu(name, kernel):
     q, k, v = Case(9, 32).inputs("cpu")

@@ -38,10 +38,7 @@ def each(name: str, field: str, values: Iterable[Any]) -> dict[str, Condition]:
     return {name.format(x): lambda c, x=x: getattr(c, field) == x for x in values}  # type: ignore[misc]
 
 
-MASKS: dict[str, Condition] = {
-    "causal": lambda c: c.is_causal,
-    "full": lambda c: not c.is_causal,
-}
+MASKS: dict[str, Condition] = {"causal": lambda c: c.is_causal, "full": lambda c: not c.is_causal}
 BATCHES: dict[str, Condition] = {
     "a batch of 1": lambda c: c.batch == 1,
     "a batch of 2": lambda c: c.batch == 2,

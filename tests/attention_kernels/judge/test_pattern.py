@@ -30,6 +30,7 @@ CASES = [
         (lambda c: c.batch >= 2 and c.op == "attention", "batch > 1"),
         (lambda c: c.seqlen > 128, "seqlen > 128; "),
         (lambda c: c.seqlen % 32, "seqlen not a multiple of 32; "),
+        (lambda c: c.head_dim == 128, "head_dim 128; "),
         (lambda c: c.layout in ("fused", "gaps"), "not contiguous layout, "),
         (lambda c: c.op == "decode", "decode; "),
         (lambda c: c.seqlen == 300 and c.is_causal, "seqlen 300, causal; "),

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from attention_kernels.judge.inputs import Case
-from attention_kernels.judge.truth import (
-    Verdict,
-    error_budget,
-    naive_attention,
-    truth,
-)
+from attention_kernels.judge.truth import Verdict, error_budget, naive_attention, truth
 from tests.attention_kernels.judge.honest import HONEST, truncated
 
 

@@ -83,8 +83,10 @@ def test_a_header_is_read_field_by_field(read):
     [
         ("Takes:  int8", "Takes must look like"),
         ("Takes:  float16, head_dim 64 99999", "Takes must look like"),
+        ("Error:  5x: much", "Error must look like"),
         ("Needs:  sm_99999", "Needs must look like"),
         ("Precision: best", "Precision is for versions of float32"),
+        ("Takes:  float16\n// Precision: 3xtf32", "Precision is for versions of float32"),
         ("Role:   train", "Role must be attention, decode or struct, not 'train'"),
         ("Role:   decode", "a decode kernel reads the cache in place"),
         ("Layout: any", "Layout must be contiguous or strided, not 'contiguous any'"),

@@ -331,13 +331,21 @@ def test_the_cases_the_headers_and_the_strangers_use_the_whole_table(tmp_path, m
     ("text", "told"),
     [
         ('asm("tcgen05.fence;");', "does not take `tcgen05.fence`"),
+        (
+            'asm("add.sat.s32 %0, %1, 1;" : "=r"(x) : "r"(x));',
+            "does not take `add.sat.s32 %0, %1, 1`",
+        ),
         ('asm("add.u32 %0, %1;" : "=r"(x) : "r"(x));', "`add.u32 %0, %1` with these operands"),
+        ('asm("mov.u32 %0, r;" : "=r"(x));', "has no register r"),
+        ('asm("mov.u64 %0, %%clock64;" : "=l"(y));', "has no register %clock64"),
         ('asm("mov.u32 %0, %2;" : "=r"(x) : "r"(x));', "has no register %2"),
         ('asm("mov.u32 %0, 1;" : "=a"(x));', 'does not take the operand "=a"(x)'),
         ('asm("{.reg .b128 q;}");', "has no register of type .b128"),
         ('asm("mov.u32 %0, 1" : "=r"(x));', "`;` is missing"),
+        ('asm("bar.red.popc.u32 %0, 0, 0, p;" : "=r"(x));', "does not take `bar.red.popc.u32"),
         ('asm("mov.u32 %0, %1;" : "=r"(x) : "r"(y));', None),
         ('asm("mov.u32 %0, 1;" : "=l"(x));', "no matching function for call to 'output"),
+        ('asm("mov.f32 %0, %1;" : "=f"(f) : "r"(f));', "no matching function for call to 'input"),
         ('asm("add.u64 %0, %0, 1;" : "+r"(x));', "no matching function for call to 'get"),
     ],
 )

@@ -12,26 +12,18 @@ def access(memory: str, kind: str, **numbers: int) -> Access:
 
 
 def test_totals_are_sums_except_for_ways():
-    found = counting.totals(
-        [
-            access("shared", "load", requests=10, conflicts=31, ways=32),
-            access("shared", "load", requests=5, conflicts=1, ways=2),
-            access("global", "load", requests=2, sectors=64, fewest_sectors=8),
-            access("global", "TMA load", requests=3, sectors=7),
-            access("shared", "TMA load", requests=3, wavefronts=9),
-            access("shared", "wgmma", requests=5, wavefronts=20),
-        ]
-    )
+    counted = [
+        access("shared", "load", requests=10, conflicts=31, ways=32),
+        access("shared", "load", requests=5, conflicts=1, ways=2),
+        access("global", "load", requests=2, sectors=64, fewest_sectors=8),
+        access("global", "TMA load", requests=3, sectors=7),
+        access("shared", "TMA load", requests=3, wavefronts=9),
+        access("shared", "wgmma", requests=5, wavefronts=20),
+    ]
+    found = counting.totals(counted)
     assert {name: value for name, value in found.items() if value} == {
-        "shared_load_requests": 15,
-        "shared_load_conflicts": 32,
-        "shared_load_ways": 32,
-        "global_load_requests": 2,
-        "global_load_sectors": 64,
-        "global_load_fewest_sectors": 8,
-        "tma_load_requests": 3,
-        "tma_load_bytes": 12,
-        "tma_load_sectors": 7,
-        "wgmma_requests": 5,
-        "wgmma_wavefronts": 20,
-    }
+        "shared_load_requests": 15, "shared_load_conflicts": 32, "shared_load_ways": 32,
+        "global_load_requests": 2, "global_load_sectors": 64, "global_load_fewest_sectors": 8,
+        "tma_load_requests": 3, "tma_load_bytes": 12, "tma_load_sectors": 7,
+        "wgmma_requests": 5, "wgmma_wavefronts": 20,
+    }  # fmt: skip

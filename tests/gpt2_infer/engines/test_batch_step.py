@@ -147,8 +147,7 @@ def test_a_token_is_chosen_as_pytorch_does(dtype, columns):
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(1.0, top_k=50, seed=3)],
+    "sampling", [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(1.0, top_k=50, seed=3)]
 )
 def test_rows_are_those_of_pytorch_and_bitwise_equal_in_any_batch(sampling, monkeypatch):
     model = make_model(torch.float16)

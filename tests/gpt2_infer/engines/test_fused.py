@@ -292,8 +292,7 @@ def test_the_chain_runs_in_a_part_of_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, 2e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)],
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1), (torch.float16, 0.02)]
 )
 def test_every_size_and_batch_on_a_gpu(name, dtype, tolerance):
     model = published(name, dtype)

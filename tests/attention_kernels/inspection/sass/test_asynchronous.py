@@ -75,10 +75,9 @@ def test_hoppers_tensor_map_is_that_of_the_emulator():
 def test_a_map_that_the_driver_has_encoded_is_read():
     words = [0xE2000000, 0x7FA2, 0x46310, 0x200] + [0] * 4 + [0xFFF] * 2 + [0] * 3
     words += [0x3F000000, 0x7F, 0, 0x4000, 0, 0x400]  # 4096 x 4096 of float16, recorded on an H200
-    found = tensor, element, sizes, strides, box = decode.read_map(
-        struct.pack("<32I", *words, *[0] * 13)
-    )
+    found = decode.read_map(struct.pack("<32I", *words, *[0] * 13))
     assert decode.read_map(struct.pack("<16I", *words[:16]) * 2) == found  # another follows at once
+    tensor, element, sizes, strides, box = found
     assert (tensor, element, strides[:2]) == (0x7FA2E2000000, 2, [2, 8192])
     assert (sizes, box) == ([4096, 4096, 1, 1, 1], [64, 128, 1, 1, 1])
 
