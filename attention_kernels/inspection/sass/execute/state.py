@@ -104,11 +104,10 @@ class Blocks:
         self.mask = ~self.done  # the lanes in which the current instruction takes effect
         self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
-        # Tensor maps that a kernel makes, and parts of a queue, pass through shared memory. Words of
-        # such maps by global address.
+        # Tensor maps that a kernel makes, and parts of a queue, pass through shared memory.
         self.keeps_shared = any(one.base == "UTMACCTL" or one.takes_part for one in self.code)
         self.shared = np.zeros((len(self.indices), SHARED_WORDS * self.keeps_shared), np.int64)
-        self.stored: dict[int, int] = {}
+        self.stored: dict[int, int] = {}  # words of such maps, by global address
         # The registers with which lanes took a branch, by its index and these lanes.
         self.branched: dict[tuple[int, bytes], int] = {}
         self.waits = False  # whether they wait for other blocks, which are taken to be as far
