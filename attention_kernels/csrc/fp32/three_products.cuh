@@ -7,7 +7,7 @@
 // results right, and none of them is faster than another for it: they differ in when they copy,
 // multiply and wait, which is in their files. A version that does something of this in another way
 // defines a function of its own. What makes a version faster is here only if later ones share it: the
-// turns of 29, the product of all columns at once of 36 and the softmax of 38.
+// turns of 29, the parts of 30, the product of all columns at once of 36 and the softmax of 38.
 
 #pragma once
 
@@ -519,6 +519,40 @@ inline __device__ void store_row(float* row, const float (&rO)[kCount], int i, i
   for (int j = 0; j < kCount / 4; ++j) {
     store2(row, 8 * j + n, rO[4 * j + 2 * i] * scale, rO[4 * j + 2 * i + 1] * scale);
   }
+}
+
+// Joins the parts of the same 64 rows that two warpgroups have computed, each from half of the keys: O
+// before the division and the rows' sums, relative to 2^row_max. The second warpgroup leaves its part in
+// shared memory, O in rows of kStride floats. The first adds it to its own and returns true: only that
+// one goes on. Where keys are divided, there are no turns, so no other uses the barrier.
+template <int kStride, int kCount>
+inline __device__ bool join_parts(float (&rO)[kCount], float (&row_sum)[2],
+                                  const float (&row_max)[2], float* s_o, int warpgroup) {
+  __shared__ float2 s_statistics[64];
+  const int n = threadIdx.x % 4 * 2;
+  const int r = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  if (warpgroup == 1) {
+    for (int i = 0; i < 2; ++i) {
+      store_row(s_o + (r + 8 * i) * kStride, rO, i, n, 1.0f);
+      if (n == 0) s_statistics[r + 8 * i] = make_float2(row_max[i], row_sum[i]);
+    }
+    ptx::named_barrier_arrive(3, 256);
+    return false;
+  }
+  ptx::named_barrier_sync(3, 256);
+  for (int i = 0; i < 2; ++i) {
+    const float2 other = s_statistics[r + 8 * i];
+    const float new_max = fmaxf(row_max[i], other.x);
+    const float own_scale = exp2f(row_max[i] - new_max);
+    const float scale = exp2f(other.x - new_max);
+    row_sum[i] = row_sum[i] * own_scale + other.y * scale;
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float2 x = load2(s_o + (r + 8 * i) * kStride, 8 * j + n);
+      rO[4 * j + 2 * i] = rO[4 * j + 2 * i] * own_scale + x.x * scale;
+      rO[4 * j + 2 * i + 1] = rO[4 * j + 2 * i + 1] * own_scale + x.y * scale;
+    }
+  }
+  return true;
 }
 
 }  // namespace attention

@@ -213,29 +213,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   float row_sum[2] = {reduce_sum(rows.row_sum[0]), reduce_sum(rows.row_sum[1])};
   if (kDividesKeys) {
-    __shared__ float2 s_statistics[64];
     float* s_o = s_diagonal + 64 * kFloatRow;
-    if (warpgroup == 1) {
-      for (int i = 0; i < 2; ++i) {
-        store_row(s_o + (r + 8 * i) * kFloatRow, rO, i, n, 1.0f);
-        if (n == 0) s_statistics[r + 8 * i] = make_float2(rows.row_max[i], row_sum[i]);
-      }
-      ptx::named_barrier_arrive(3, 256);
-      return;
-    }
-    ptx::named_barrier_sync(3, 256);
-    for (int i = 0; i < 2; ++i) {
-      const float2 other = s_statistics[r + 8 * i];
-      const float new_max = fmaxf(rows.row_max[i], other.x);
-      const float own_scale = exp2f(rows.row_max[i] - new_max);
-      const float scale = exp2f(other.x - new_max);
-      row_sum[i] = row_sum[i] * own_scale + other.y * scale;
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        const float2 x = load2(s_o + (r + 8 * i) * kFloatRow, 8 * j + n);
-        rO[4 * j + 2 * i] = rO[4 * j + 2 * i] * own_scale + x.x * scale;
-        rO[4 * j + 2 * i + 1] = rO[4 * j + 2 * i + 1] * own_scale + x.y * scale;
-      }
-    }
+    if (!join_parts<kFloatRow>(rO, row_sum, rows.row_max, s_o, warpgroup)) return;
   }
 
   float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;

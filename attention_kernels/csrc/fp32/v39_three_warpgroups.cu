@@ -284,29 +284,9 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
 
   float row_sum[2] = {reduce_sum(rows.row_sum[0]), reduce_sum(rows.row_sum[1])};
   if (kDividesKeys) {
-    __shared__ float2 s_statistics[64];
+    const float row_max[2] = {-rows.offset[0], -rows.offset[1]};
     float* s_o = s_diagonal + 64 * kFloatRow;
-    if (warpgroup == 1) {
-      for (int i = 0; i < 2; ++i) {
-        store_row(s_o + (r + 8 * i) * kFloatRow, rO, i, n, 1.0f);
-        if (n == 0) s_statistics[r + 8 * i] = make_float2(rows.offset[i], row_sum[i]);
-      }
-      ptx::named_barrier_arrive(4, 256);
-      return;
-    }
-    ptx::named_barrier_sync(4, 256);
-    for (int i = 0; i < 2; ++i) {
-      const float2 other = s_statistics[r + 8 * i];
-      const float offset = fminf(rows.offset[i], other.x);
-      const float own_scale = exp2f(offset - rows.offset[i]);
-      const float scale = exp2f(offset - other.x);
-      row_sum[i] = row_sum[i] * own_scale + other.y * scale;
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        const float2 x = load2(s_o + (r + 8 * i) * kFloatRow, 8 * j + n);
-        rO[4 * j + 2 * i] = rO[4 * j + 2 * i] * own_scale + x.x * scale;
-        rO[4 * j + 2 * i + 1] = rO[4 * j + 2 * i + 1] * own_scale + x.y * scale;
-      }
-    }
+    if (!join_parts<kFloatRow>(rO, row_sum, row_max, s_o, warpgroup)) return;
   }
 
   float* gO = o + (int64_t{batch} * seqlen * num_heads + head) * kHeadDim;
