@@ -141,16 +141,22 @@ inline __device__ constexpr int place_of(int r, int d) {
   return block + (r * kRowBytes + (d % kColumns / 8 ^ r % 8) * 16 + d % 8 * 2);
 }
 
-// Splits x, four columns of row r, and stores hi and lo.
-template <int kHeadDim>
-inline __device__ void store_split(unsigned char* operand, int r, int d, float4 x, float4 scale) {
-  uint2 hi, lo;
-  split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
-  split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
+// The sum over the columns of Q and K may have any order that both share. Of every kStep columns of
+// operand A, lane t of the four that share a row holds 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. There it has
+// columns 4 t to 4 t + 3 of Q, so that they are one load, and K is stored in the same order. Returns
+// where column d of K is.
+constexpr int kStep = 16;  // columns of A, rows of B, in one product
+inline __device__ constexpr int k_column(int d) {
+  return d / kStep * kStep + d % 4 / 2 * 8 + d % kStep / 4 * 2 + d % 2;
+}
+
+// Stores hi and lo of row r, from column d on as many as T holds.
+template <int kHeadDim, typename T>
+inline __device__ void store_split(unsigned char* operand, int r, int d, T hi, T lo) {
   unsigned char* to = operand + place_of(r, d);
-  *reinterpret_cast<uint2*>(to) = hi;
+  *reinterpret_cast<T*>(to) = hi;
   to = kHeadDim < kColumns ? operand + place_of(r, d + kHeadDim) : to + kOperandBytes<kHeadDim>;
-  *reinterpret_cast<uint2*>(to) = lo;
+  *reinterpret_cast<T*>(to) = lo;
 }
 
 // Four columns of every kApart-th row of a tile: what one of kThreads threads splits
@@ -188,7 +194,11 @@ inline __device__ void split_k(unsigned char* operand, float* scales,
     }
     const int exponent = exponent_of(largest);
     const float scale = power_of_two(kTop - exponent);
-    store_split<kHeadDim>(operand, r, d, x, make_float4(scale, scale, scale, scale));
+    uint2 hi, lo;
+    split(x.x * scale, x.y * scale, hi.x, lo.x);
+    split(x.z * scale, x.w * scale, hi.y, lo.y);
+    store_split<kHeadDim>(operand, r, k_column(d), hi.x, lo.x);
+    store_split<kHeadDim>(operand, r, k_column(d + 2), hi.y, lo.y);
     if (d == 0) scales[r] = power_of_two(exponent - kTop);
   }
 }
@@ -219,7 +229,11 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
 #pragma unroll
   for (int i = 0; i < rows.kCount; ++i) {
     const int r = i * rows.kApart + 4 * threadIdx.x / kHeadDim;
-    store_split<kHeadDim>(operand, r, d, rows.x[i], scale);
+    const float4 x = rows.x[i];
+    uint2 hi, lo;
+    split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
+    split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
+    store_split<kHeadDim>(operand, r, d, hi, lo);
   }
   if (4 * threadIdx.x / kHeadDim != 0) return;
   const auto undo = [](int exponent) { return power_of_two(exponent - kTop) / kScaleP; };
@@ -256,7 +270,6 @@ inline __device__ void split_tile(unsigned char* tiles, const float* k, const fl
 // at columns 8 j + 2 (l % 4) and the next: elements 4 j + 2 r and 4 j + 2 r + 1.
 
 // Q or P, hi and lo, as operand A of kCount products; Split is that of 64 columns.
-constexpr int kStep = 16;  // columns of A, rows of B, in one product
 constexpr int kSteps = 64 / kStep;
 template <int kCount>
 struct SplitOf {
@@ -285,31 +298,30 @@ inline __device__ float split_q(SplitOf<kCount>& rQ, int i, const float2 (&pairs
   return softmax_scale * 1.4426950408889634f * power_of_two(split_row(rQ, i, pairs, largest));
 }
 
-// Loads, scales and splits rows m and m + 8 of Q. Rows past the end are zero.
-template <int kCount>
-inline __device__ void load_q(SplitOf<kCount>& rQ, float (&scales)[2], const float* gQ,
-                              int64_t g_stride, int m, int seqlen, float softmax_scale) {
-  const int n = 2 * (threadIdx.x % 4);
-  for (int i = 0; i < 2; ++i) {
-    float2 x[2 * kCount];
-    float largest = 0.0f;
-    for (int j = 0; j < 2 * kCount; ++j) {
-      x[j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
-                                : make_float2(0.0f, 0.0f);
-      largest = largest_of(largest, x[j]);
-    }
-    scales[i] = split_q(rQ, i, x, largest, softmax_scale);
-  }
-}
-
-// Only loads a lane's pairs of row m of Q; a row past the end is zero.
+// Loads a lane's pairs of row m of Q, in the order of k_column(); a row before the first or past the end
+// is zero.
 template <int kCount>
 inline __device__ void load_q(float2 (&pairs)[kCount], const float* gQ, int64_t g_stride, int m,
                               int seqlen) {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    pairs[j] = m < seqlen ? load2(gQ + m * g_stride, 8 * j + 2 * (threadIdx.x % 4))
-                          : make_float2(0.0f, 0.0f);
+  for (int j = 0; j < kCount; j += 2) {
+    const float4 x = m >= 0 && m < seqlen ? load4(gQ + m * g_stride, 8 * j + 4 * (threadIdx.x % 4))
+                                          : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    pairs[j] = make_float2(x.x, x.y);
+    pairs[j + 1] = make_float2(x.z, x.w);
+  }
+}
+
+// Loads, scales and splits rows m and m + 8 of Q.
+template <int kCount>
+inline __device__ void load_q(SplitOf<kCount>& rQ, float (&scales)[2], const float* gQ,
+                              int64_t g_stride, int m, int seqlen, float softmax_scale) {
+  for (int i = 0; i < 2; ++i) {
+    float2 pairs[2 * kCount];
+    load_q(pairs, gQ, g_stride, m + 8 * i, seqlen);
+    float largest = 0.0f;
+    for (const float2 x : pairs) largest = largest_of(largest, x);
+    scales[i] = split_q(rQ, i, pairs, largest, softmax_scale);
   }
 }
 

@@ -86,13 +86,7 @@ inline __device__ void load_q(unsigned char* sQ, float* scales, const float* gQ,
   const int n = 2 * (threadIdx.x % 4);
   float2 rows[2][kHeadDim / 8];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      rows[i][j] = m + 8 * i < seqlen ? load2(gQ + (m + 8 * i) * g_stride, 8 * j + n)
-                                      : make_float2(0.0f, 0.0f);
-    }
-  }
+  for (int i = 0; i < 2; ++i) attention::load_q(rows[i], gQ, g_stride, m + 8 * i, seqlen);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const auto& x = rows[i];
@@ -106,9 +100,7 @@ inline __device__ void load_q(unsigned char* sQ, float* scales, const float* gQ,
     for (int j = 0; j < kHeadDim / 8; ++j) {
       unsigned hi, lo;
       split(x[j].x * scale, x[j].y * scale, hi, lo);
-      unsigned char* to = sQ + place_of(r + 8 * i, 8 * j + n);
-      *reinterpret_cast<unsigned*>(to) = hi;
-      *reinterpret_cast<unsigned*>(to + kOperandBytes<kHeadDim>) = lo;
+      store_split<kHeadDim>(sQ, r + 8 * i, 8 * j + n, hi, lo);
     }
   }
 }

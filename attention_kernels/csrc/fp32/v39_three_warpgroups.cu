@@ -71,17 +71,6 @@ __global__ void __launch_bounds__(kSplitThreads)
       tiles, k, v, k_strides, v_strides, seqlen, num_heads);
 }
 
-// Loads a lane's pairs of row m of Q; a row before the first or past the end is zero.
-template <int kCount>
-inline __device__ void load_q(float2 (&pairs)[kCount], const float* gQ, int64_t g_stride, int m,
-                              int seqlen) {
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    pairs[j] = m >= 0 && m < seqlen ? load2(gQ + m * g_stride, 8 * j + 2 * (threadIdx.x % 4))
-                                    : make_float2(0.0f, 0.0f);
-  }
-}
-
 template <int kHeadDim, int kBlockM>
 __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
