@@ -37,7 +37,7 @@ for _folder in LADDERS:
 
 # The lengths up to which other versions are the fastest: see kernel-fp32, kernel-fp32-later,
 # kernel-fp32-128, kernel-shapes and kernel-fp16-later in results/.
-LENGTHS = SHORTEST, SHORTER, SHORT, _ = 64, 128, 256, 1024
+LENGTHS = SHORTEST, SHORTER, SHORT = 64, 128, 256
 
 
 def choose(
@@ -74,8 +74,7 @@ def _candidates(alias: str, dtype: torch.dtype, head_dim: int, most: int | None)
     if alias == "CUSTOM_CUDA":
         if most == SHORTEST:
             yield "CUSTOM_CUDA_VERSION_15"
-        # 39 takes 64, too
-        yield f"CUSTOM_CUDA_VERSION_{38 if head_dim == 64 and most is not None else 39}"
+        yield "CUSTOM_CUDA_VERSION_39"  # head_dim 32 and 64
         if most != SHORTER:
             yield "CUSTOM_CUDA_VERSION_34"  # head_dim 128
         if is_short:

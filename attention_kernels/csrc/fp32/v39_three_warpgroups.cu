@@ -4,11 +4,13 @@
 // Change: for long sequences three warpgroups compute instead of two. With head_dim 64 a warpgroup starts
 //         Q K^T of the next tile when P V has ended: so S and P share registers. With head_dim 32 a row
 //         of 128 bytes of an operand is 32 columns of hi and the same of lo. Blocks are counted from
-//         the end, so that the first one has the rows that are left.
+//         the end, so that the first one has the rows that are left. As in v34, a group of heads starts
+//         together.
 // Why:    a tile's softmax takes longer than its products: two warpgroups leave the tensor cores idle.
 //         Few products are issued ahead (docs/prediction.md), so in v38 a warpgroup waits until most of
 //         both have ended, and its softmax overlaps with little of its own P V. 192 seldom divides the
-//         length, and in a last block of few rows all warpgroups would go through all keys.
+//         length, and in a last block of few rows all warpgroups would go through all keys. The split
+//         tiles of all heads do not stay in L2, and DRAM takes power that the clock then lacks.
 // Cost:   160 registers per thread, of which S or P, Q, O and P V take 128 with head_dim 64; with 32, P
 //         has its own, and they take 112. A head has fewer blocks to spread out: with few heads or
 //         short sequences, two warpgroups are faster.
@@ -75,7 +77,7 @@ template <int kHeadDim, int kBlockM>
 __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
     attention_kernel(const float* __restrict__ q, const float* __restrict__ v,
                      const unsigned char* __restrict__ tiles, float* __restrict__ o,
-                     Strides q_strides, Strides v_strides, int seqlen, int num_heads,
+                     Strides q_strides, Strides v_strides, int seqlen, int heads, int num_heads,
                      float softmax_scale, bool is_causal) {
   constexpr int kConsumers = ATTENTION_VERSION::kConsumers<kBlockM>;
   constexpr bool kDividesKeys = kBlockM == 64;
@@ -89,13 +91,15 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
   ATTENTION_ALIGNED_SHARED(unsigned char, s_tiles, 1024);
   float* s_diagonal = reinterpret_cast<float*>(s_tiles + kStages * kStageBytes);
   __shared__ ptx::Barrier k_full[kStages], v_full[kStages], empty[kStages], diagonal_full;
-  // Blocks start in index order: the last queries have the most keys, so they go first. The rows that
-  // the last block lacks are before the first one, where they have no keys.
+  // Blocks start in index order: of a group of heads, the last queries have the most keys, so they go
+  // first. The rows that the last block lacks are before the first one, where they have no keys.
+  const int index = blockIdx.z * gridDim.x + blockIdx.x;  // of the head
+  if (index >= heads) return;
   const int tiles_per_head = (seqlen + kBlockN - 1) / kBlockN;
   const int m_start = tiles_per_head * kBlockN - (blockIdx.y + 1) * kBlockM;
   const int block_tiles = is_causal ? m_start / kBlockN + kBlockM / kBlockN : tiles_per_head;
-  const int batch = blockIdx.x / num_heads;
-  const int head = blockIdx.x % num_heads;
+  const int batch = index / num_heads;
+  const int head = index % num_heads;
 
   // The shuffle tells the compiler that all lanes have the same number.
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
@@ -142,7 +146,7 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
     }
     if (thread != 0) return;
     ptx::wait_for_previous();
-    const unsigned char* g_tiles = tiles + int64_t{blockIdx.x} * tiles_per_head * kTileBytes;
+    const unsigned char* g_tiles = tiles + int64_t{index} * tiles_per_head * kTileBytes;
     // The diagonal tile of the block's last rows needs no split V.
     const int v_tiles = is_causal ? block_tiles - 1 : block_tiles;
     for (int tile = 0; tile < block_tiles; ++tile) {
@@ -294,14 +298,19 @@ int64_t scratch_floats(const Params& params) {
 }
 
 template <int kHeadDim, int kBlockM>
-cudaError_t launch_attention(const Params& params, cudaStream_t stream) {
-  const dim3 grid(params.batch * params.num_heads, ceil_div(params.seqlen, kBlockM));
-  return launch_early(attention_kernel<kHeadDim, kBlockM>, grid, 1, dim3(kThreads<kBlockM>),
-                      kSmemBytes<kHeadDim, kBlockM>, stream, static_cast<const float*>(params.q),
-                      static_cast<const float*>(params.v),
-                      reinterpret_cast<const unsigned char*>(params.scratch),
-                      static_cast<float*>(params.o), params.q_strides, params.v_strides,
-                      params.seqlen, params.num_heads, params.softmax_scale, params.is_causal);
+cudaError_t launch_attention(const Params& params, cudaStream_t stream, int multiprocessors) {
+  const int heads = params.batch * params.num_heads;
+  const int blocks = ceil_div(params.seqlen, kBlockM);  // of a head
+  // A group has two blocks or more per multiprocessor, so that short ones follow the long ones. With
+  // 192 rows per block, its tiles are about 26 MB, and stay in L2 until its last block has read them.
+  const int groups = max(1, heads * blocks / (2 * multiprocessors));
+  const dim3 grid(ceil_div(heads, groups), blocks, groups);
+  return launch_early(
+      attention_kernel<kHeadDim, kBlockM>, grid, 1, dim3(kThreads<kBlockM>),
+      kSmemBytes<kHeadDim, kBlockM>, stream, static_cast<const float*>(params.q),
+      static_cast<const float*>(params.v), reinterpret_cast<const unsigned char*>(params.scratch),
+      static_cast<float*>(params.o), params.q_strides, params.v_strides, params.seqlen, heads,
+      params.num_heads, params.softmax_scale, params.is_causal);
 }
 
 template <int kHeadDim>
@@ -319,14 +328,15 @@ cudaError_t launch_head_dim(const Params& params, cudaStream_t stream) {
       params.k_strides, params.v_strides, params.seqlen, params.num_heads);
   if (error != cudaSuccess) return error;
   const auto blocks = [&](int rows) { return int64_t{heads} * ceil_div(params.seqlen, rows); };
-  if (blocks(128) < multiprocessors) return launch_attention<kHeadDim, 64>(params, stream);
+  if (blocks(128) < multiprocessors)
+    return launch_attention<kHeadDim, 64>(params, stream, multiprocessors);
   // Causal blocks differ in length: with few waves of them, or few tiles of keys each, larger ones are
   // not faster.
   const int waves = params.seqlen > 1024 ? 2 : 4;
   const bool is_long = params.seqlen >= (kHeadDim == 64 ? 1025 : 512);
   return is_long && blocks(192) >= waves * multiprocessors
-             ? launch_attention<kHeadDim, 192>(params, stream)
-             : launch_attention<kHeadDim, 128>(params, stream);
+             ? launch_attention<kHeadDim, 192>(params, stream, multiprocessors)
+             : launch_attention<kHeadDim, 128>(params, stream, multiprocessors);
 }
 
 cudaError_t launch(const Params& params, cudaStream_t stream) {
