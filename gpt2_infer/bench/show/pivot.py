@@ -47,7 +47,9 @@ class Table:
             raise ResultsError(f"{self.title}: {size}; choose rows and columns")
         left_out = len(self.rows) - len(lines)
         title = f"{self.title}; the file has {left_out} more rows" if left_out else self.title
-        notes = {name: note for name, note in self.notes.items() if re.search(rows, f"`{name}`")}
+        hidden = "".join(head for place, head in enumerate(self.head) if place not in places)
+        names = (name for name in self.notes if f"`{name}`" not in hidden)
+        notes = {name: self.notes[name] for name in names if re.search(rows, f"`{name}`")}
         return Table(title, [self.head[place] for place in places], lines, notes)
 
     def plain(self, width: int) -> str:
@@ -143,19 +145,17 @@ def pivot(name: str, file: File, layout: Layout) -> list[Table]:
             for value in sorted(values) if column.over is figures.length else values:
                 head = column.head.format(at=value, baseline=file.study.get("baseline"))
                 cells = (column.value(_about(line, column, value)) for line in lines)
-                texts = [figures.figure(cell, column.form) for cell in cells]
-                if any(texts):
+                if any(texts := [figures.figure(cell, column.form) for cell in cells]):
                     columns[head] = texts
         alike = [head for head in ALIKE if len({*columns.get(head, ())}) == 1 < len(lines)]
         told = [f"{head} {columns.pop(head)[0]}" for head in alike]
         title = "; ".join([layout.title(name, file, block), *filter(None, [", ".join(told)])])
-        rows = [*zip(*columns.values(), strict=True)]
         notes = {row.contender: f"{row.status}: {row.reason}" for row in block if not row.samples}
         for row in block:
             if note := layout.remark(row):
                 before = notes.get(row.contender, note)
                 notes[row.contender] = note if before == note else f"{before}; {note}"
-        found.append(Table(title, [*columns], rows, notes))
+        found.append(Table(title, [*columns], [*zip(*columns.values(), strict=True)], notes))
     return found
 
 

@@ -121,3 +121,4 @@ def test_a_page_shows_the_chosen_part_of_a_table_and_refuses_a_large_one():
         table.chosen("", "")
     notes = Table("T", ["a"], [("1",)], {"A": "refused: no", "B": "refused: no", "C": "x"})
     assert str(notes).endswith("\n`A`, `B`: refused: no\n\n`C`: x\n")
+    assert Table("T", ["`C`"], [], notes.notes).chosen("", "D").notes.keys() == {"A", "B"}
