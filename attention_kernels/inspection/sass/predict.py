@@ -156,19 +156,22 @@ def predict_kernel(
     grid: Triple,
     block: Triple,
     shared: int = 0,
+    cluster: Triple = (1, 1, 1),
     args: Sequence[str] = (),
     lines: bool = False,
 ) -> Prediction:
     """Predict one launch of a kernel in a file.
 
     kernel: its mangled name, or a part of it that no other kernel has. shared: bytes of dynamic
-    shared memory. args: one text per parameter; see decode.pack(). lines: also explain the stalls
-    by source line. Raises the errors of decode.read_kernel(), UnsupportedError, and SassError.
+    shared memory. cluster: its blocks along each axis. args: one text per parameter; see
+    decode.pack(). lines: also explain the stalls by source line. Raises the errors of
+    decode.read_kernel(), UnsupportedError, and SassError.
     """
     with tempfile.TemporaryDirectory() as folder:
         program, symbol, given = decode.read_kernel(path, gpu, kernel, args, Path(folder))
         packed, size, words = given
-        launch = Launch(0, symbol, symbol, grid, block, shared, packed, tuple(words.items()))
+        launched = grid, block, shared, packed, tuple(words.items()), cluster
+        launch = Launch(0, symbol, symbol, *launched)
         return _predict_call(program, {launch: 1}, size, lines=lines)
 
 
@@ -214,7 +217,8 @@ def _predict_launch(
     place = _place(program, launch, line, min_bytes)
     end, equal, block = time_grid(gpu, code, line, *place, stalls, released)
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
-    hertz = gpu.clock_at(products / max(end, products, 1.0)) * 1e3  # cycles per microsecond
+    cycles = max(1.0, end, *_needs(gpu, total, 0.0, 1.0).values())
+    hertz = gpu.clock_at(products / cycles) * 1e3  # cycles per microsecond
     needs = _needs(gpu, total, min_bytes, hertz)
     busiest = max(needs.values())
     finished = max(end / hertz, busiest)

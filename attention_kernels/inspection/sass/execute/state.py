@@ -77,6 +77,8 @@ class Blocks:
     """Indices of the blocks in the grid."""
     words: Mapping[int, int] = field(default_factory=dict)
     """What loads of 32 bits return, by terabyte of their address; elsewhere they return zero."""
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    """Blocks of a cluster, by axis. All take themselves for the first."""
     issued: list[Issue] = field(default_factory=list)
     """Instructions executed so far."""
 
@@ -111,7 +113,7 @@ class Blocks:
         # The registers with which lanes took a branch, by its index and these lanes.
         self.branched: dict[tuple[int, bytes], int] = {}
         self.waits = False  # whether they wait for other blocks, which are taken to be as far
-        self.has_cluster = any(one.base == "UCGABAR_WAIT" for one in self.code)
+        self.has_cluster = any(one.base == "UCGABAR_ARV" for one in self.code)
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}

@@ -55,25 +55,18 @@ class Work:
 
 # ---- One block -----------------------------------------------------------------------------------
 
+_TILES = "UTMALDG UTMASTG UTMAREDG UBLKCP"
 PIPES = {
-    "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
-    "multiply": ("IMAD", "HADD2.F32"),  # the latter converts, at half the rate of other HADD2
-    "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
-    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS", "STAS"),
-    "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG", "LDL", "STL"),
-    "shuffle": ("SHFL",),
-    "tensor": ("HMMA", "IMMA"),
-    "warpgroup": PRODUCTS,
-    "tile": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"),
-    "constant": ("LDC", "ULDC", "S2R"),
-    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR",
-                "WARPGROUP", "USETMAXREG", "ELECT"),
+    "fma": "FFMA FMUL FADD HFMA2 HADD2 HMUL2", "special": "MUFU I2F F2I FRND F2F",
+    "multiply": "IMAD HADD2.F32",  # the latter converts, at half the rate of other HADD2
+    "shared": "LDS STS LDSM STSM ATOMS SYNCS STAS", "shuffle": "SHFL", "tensor": "HMMA IMMA",
+    "global": "LDG STG LDGSTS LD ST RED ATOM ATOMG LDL STL", "constant": "LDC ULDC S2R",
+    "warpgroup": " ".join(PRODUCTS), "tile": _TILES,
+    "control": "BRA BSSY BSYNC EXIT BAR NOP WARPSYNC BREAK DEPBAR WARPGROUP USETMAXREG ELECT",
 }  # fmt: skip
-_PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
-_WAVEFRONTS = {
-    **dict.fromkeys(("STS", "STSM", "STAS"), "stores"), "LDGSTS": "copies",
-    **dict.fromkeys(PIPES["tile"], "tiles"),
-}  # fmt: skip
+_PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
+_WAVEFRONTS = dict.fromkeys(("STS", "STSM", "STAS"), "stores") | {"LDGSTS": "copies"}
+_WAVEFRONTS |= dict.fromkeys(_TILES.split(), "tiles")
 _UNIFORM = ("S2UR", "R2UR", "VOTEU")
 
 
