@@ -646,18 +646,21 @@ def finish(
             if waiting:
                 place.append(waiting.pop())
 
-    def event(number: int, now: float) -> tuple[float, int, float, int]:
-        """Return when the next block of a multiprocessor ends, and its index there."""
+    def event(number: int, now: float) -> tuple[float, int, int, float, int]:
+        """Return when the next block of a multiprocessor ends, and its index there.
+
+        Multiprocessors whose blocks end together take turns with the blocks that wait.
+        """
         place = places[number]
         ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
         first = min(range(len(place)), key=ends.__getitem__)
-        return now + ends[first], number, now, first
+        return round(now + ends[first], 3), -len(waiting), number, now, first
 
     events = [event(number, 0.0) for number, place in enumerate(places) if place]
     heapq.heapify(events)
     end = 0.0
     while events:
-        end, number, since, first = heapq.heappop(events)
+        end, _, number, since, first = heapq.heappop(events)
         place = places[number]
         for i, pace in enumerate(some[len(place)]):
             place[i] -= (end - since) / pace

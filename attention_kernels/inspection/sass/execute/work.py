@@ -271,20 +271,21 @@ def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
 def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool]:
     """Return the axes of a grid along which blocks differ, and whether their work is linear there.
 
-    The last block of an axis may be partial, so it does not count. Work is linear along one axis,
-    unless the blocks of a cluster divide its work, or take it from a queue.
+    The last block of an axis may be partial, so it does not count. Blocks may differ along one axis
+    only where another begins: where the first keys are masked, no split of the others has any. Work
+    is linear along one axis, unless the blocks of a cluster divide its work, or take it from a
+    queue.
     """
     grid = launch.grid
     at = [[n * part // 4 for part in range(3)] for n in grid]
-    middle = [2, 2, 2]
-    parts = [(*middle[:axis], part, *middle[axis + 1 :]) for axis in range(3) for part in range(3)]
+    lines = [(rest, axis) for rest in ([2] * 3, [0] * 3) for axis in range(3)]
+    parts = [(*rest[:axis], part, *rest[axis + 1 :]) for rest, axis in lines for part in range(3)]
     probes: list[Triple] = [(at[0][i], at[1][j], at[2][k]) for i, j, k in parts]
     blocks = run_blocks(program, launch, probes)
-    counts = counts_of(blocks)
-    issued = [[one["issue"] for one in counts[axis * 3 : axis * 3 + 3]] for axis in range(3)]
-    differ = [
-        axis for axis, (start, _, half) in enumerate(issued) if abs(half - start) > 0.001 * half
-    ]
+    found = [one["issue"] for one in counts_of(blocks)]
+    issued = [found[first : first + 3] for first in range(0, len(found), 3)]
+    unlike = (abs(half - start) > 0.001 * half for start, _, half in issued)
+    differ = sorted({axis for (_, axis), differs in zip(lines, unlike, strict=True) if differs})
     is_regular = not blocks.has_cluster and not blocks.taken.any()
     if len(differ) != 1:
         longest = max(range(3), key=lambda axis: grid[axis])
@@ -312,6 +313,7 @@ def _spread(count: int, length: int) -> list[int]:
 
 
 def _scattered(count: int, length: int) -> list[int]:
-    """Return `count` positions without a period, which could be that of the grid."""
+    """Return `count` positions without a period, which could be that of the grid, or all."""
     golden = (5**0.5 - 1) / 2
-    return [*dict.fromkeys(int(length * (i * golden % 1)) for i in range(count))]
+    some = dict.fromkeys(int(length * (i * golden % 1)) for i in range(count))
+    return [*some] if count < length else [*range(length)]

@@ -45,6 +45,12 @@ def test_a_last_wave_takes_as_long_as_the_others(blocks, waves):
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
 
 
+def test_multiprocessors_that_get_room_together_take_turns():
+    line = Line(1, {0: Counter(issue=40)}, [], alike=5 * 132)
+    end, _ = finish(line, H200, 1.0, [2.0] * 4, 0.0)
+    assert end == pytest.approx(40 * 2.0 + 40)  # then each has one block more
+
+
 def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
     """Pairs of blocks are alike with 32 queries per block and 64 keys per tile."""
     issued = [100 * (1 + at // 2) for at in range(32)]
@@ -98,6 +104,16 @@ def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, gri
     blocks = grid[0] * grid[1] * grid[2]
     assert line.totals()["global"] == sum(max(i, 1) for i in range(length)) * blocks / length
     assert (line.length, line.alike, line.alike * line.repeats * length) == (length, alike, blocks)
+
+
+def test_blocks_that_differ_along_one_axis_only_where_another_begins_are_counted():
+    """A block goes on if its split, y, is not beyond its row, x, as with a mask."""
+    code = "S2R R5, SR_CTAID.X\n" + CODE.replace("R0, 0x1f", "R0, R5").replace("0x50", "0x60")
+    code = code.replace("SR_TID.X", "SR_CTAID.Y").replace("[R1+UR4+0x10]", "[R2.64]")
+    program, grid = program_of(code.replace("LDS", "LDG").replace("[0x18]", "[0x10]")), (16, 4, 3)
+    assert axes_of(program, launch_of(grid)) == ([0, 1], False)
+    busy = sum(x >= y for x in range(16) for y in range(4))
+    assert line_of(program, launch_of(grid)).totals()["global"] == busy * 3 * 2 * 4
 
 
 def l2_bytes(found):
