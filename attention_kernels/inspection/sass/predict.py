@@ -48,7 +48,8 @@ class Prediction:
     seqlen: int
     time_us: float
     needs_us: dict[str, float]
-    """Time that each resource would need if it were always busy on all multiprocessors."""
+    """Time that each resource would need if it were always busy on all multiprocessors with blocks.
+    """
     waiting_us: float
     """Time beyond the longest need: warps wait for results, for barriers, for each other."""
     uneven_us: float
@@ -217,9 +218,10 @@ def _predict_launch(
     place = _place(program, launch, line, min_bytes)
     end, equal, block = time_grid(gpu, code, line, *place, stalls, released)
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
-    cycles = max(1.0, end, *_needs(gpu, total, 0.0, 1.0).values())
+    busy = dataclasses.replace(gpu, multiprocessors=max(1, min(gpu.multiprocessors, line.busy)))
+    cycles = max(1.0, end, *_needs(busy, total, 0.0, 1.0).values())
     hertz = gpu.clock_at(products / cycles) * 1e3  # cycles per microsecond
-    needs = _needs(gpu, total, min_bytes, hertz)
+    needs = _needs(busy, total, min_bytes, hertz)
     busiest = max(needs.values())
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
@@ -260,15 +262,16 @@ def _place(program: Program, launch: Launch, line: Line, min_bytes: float) -> tu
     return room, min(1.0, min_bytes / max(1.0, line.totals()["misses"] * SECTOR))
 
 
-def _needs(
-    gpu: GpuModel, total: Mapping[str, float], min_bytes: float, hertz: float
-) -> dict[str, float]:
-    """Return the microseconds that each resource needs for a grid, given its counts."""
+def _needs(gpu: GpuModel, total: dict[str, float], size: float, hertz: float) -> dict[str, float]:
+    """Return the microseconds that each resource needs for a grid, given its counts.
+
+    gpu: with the multiprocessors that have blocks. size: bytes that pass through memory.
+    """
     rate = gpu.multiprocessors * hertz
     wavefronts = sum(total[kind] for kind in ("loads", "stores", "copies"))
-    integer = total["integer"] + total["multiply"]
-    tensor = total["tensor"] * gpu.tensor_cycles / SCHEDULERS
-    tensor += total["products"] / gpu.warpgroup_flop
+    integer = max(total["integer"], total["multiply"])  # of two pipes
+    products = total["products"] / gpu.warpgroup_flop
+    tensor = total["tensor"] * gpu.tensor_cycles / SCHEDULERS + products
     return {
         "issue slots": total["issue"] / SCHEDULERS / rate,
         "float32 arithmetic": total["fma"] * WARP / gpu.fp32_lanes / rate,
@@ -279,7 +282,7 @@ def _needs(
         "shared memory": (wavefronts + total["tiles"] + total["operands"]) / rate,
         "L1": total["lines"] / rate,
         "L2": total["misses"] * SECTOR / gpu.l2_bytes_per_cycle / hertz,
-        "memory": min_bytes / gpu.memory_gb_s / 1e3,
+        "memory": size / gpu.memory_gb_s / 1e3,
     }
 
 

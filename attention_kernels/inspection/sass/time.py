@@ -37,7 +37,8 @@ _START, _PRODUCT = 12, 29
 # the probe's stamps say. A warp that has issued more waits, whatever follows.
 _AHEAD, _NEXT = 7, 20
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
-_BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
+# Cycles per barrier, per warp that arrives at it, and per barrier of a cluster.
+_BARRIER, _ARRIVAL, _CLUSTER = 12, 2, 400
 # Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
 # A warp alone needs twice as long for its requests as four schedulers that take turns.
 _PORT = {"shared": 2.0, "shuffle": 4.0}
@@ -359,6 +360,7 @@ class Multiprocessor:
         # The next instruction is issued when nothing holds it back.
         held = self.released if one.base == "ACQBULK" else 0.0
         next_at = max(held, now + max(1, one.stall) + (later if one.stall >= _FIXED[0] else 0))
+        next_at += _CLUSTER if one.base == "UCGABAR_WAIT" else 0
         warp.advance()
         if one.base == "LDGSTS":
             warp.copies.append(done)

@@ -150,7 +150,7 @@ def test_a_hopper_version_needs_its_products_and_its_tiles():
     version = ladder.versions()["HOPPER_VERSION_5"]
     found = predicted(version, seqlen=256, num_heads=2, is_causal=False)
     products = 2 * 2 * (2 * 192 * 256 * 64) * 2  # heads, blocks, FLOP of a product, products
-    clock_ghz = products / 4096 / 132 / found.needs_us["tensor cores"] / 1e3
+    clock_ghz = products / 4096 / 4 / found.needs_us["tensor cores"] / 1e3
     assert clock_ghz == pytest.approx(1.8, rel=0.01)  # as soon as there are products
     # Q once, K and V in each of two blocks, and O in stores of half sectors.
     size = l2_bytes(found) * clock_ghz / H200.clock_ghz
