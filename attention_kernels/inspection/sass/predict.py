@@ -214,7 +214,7 @@ def _predict_launch(
     if line.waits:
         assumed.append("a block that waits for others finds them as far as itself")
     if not min_bytes:
-        assumed.append("memory is fast enough: no argument has a buffer's size")
+        assumed.append("all data is in L2: no argument has a buffer's size")
     place = _place(program, launch, line, min_bytes)
     end, equal, block = time_grid(gpu, code, line, *place, stalls, released)
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors

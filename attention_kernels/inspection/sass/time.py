@@ -597,9 +597,9 @@ def multiprocessors(
     """
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. So does a block that requests data of its own. The output of an earlier launch is in
-    # L2.
+    # L2, and so is all if nothing is known to come from memory.
     at_once = room * gpu.multiprocessors / line.busy
-    cold = line.inputs * min(1.0, max(at_once, from_memory))
+    cold = line.inputs * min(1.0, max(at_once, from_memory)) * (from_memory > 0)
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     # No multiprocessor gets more blocks than if all are shared out equally.
     fits = min(room, -(-line.busy // gpu.multiprocessors))
