@@ -27,12 +27,7 @@ from attention_kernels.inspection.sass.execute.instructions import run_blocks
 from attention_kernels.inspection.sass.execute.work import Line, counts_of, line_of, work_of
 from attention_kernels.inspection.sass.explain import Stalls, explain
 from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
-from attention_kernels.inspection.sass.time import (
-    MAX_MARKED,
-    StallCycles,
-    multiprocessors,
-    time_grid,
-)
+from attention_kernels.inspection.sass.time import MARKED, StallCycles, multiprocessors, time_grid
 from attention_kernels.ladder.header import CSRC, VersionHeader
 
 LOAD_STORE_UNIT = "load-store unit"
@@ -207,8 +202,10 @@ def _predict_launch(
     min_bytes: bytes that have to pass between the GPU and its memory; 0 if unknown. stalls and
     released: as for time_grid(). Raises UnsupportedError if no block fits on the GPU.
     """
-    gpu, code = program.gpu, program.code[launch.symbol]
-    line = line_of(program, launch)
+    code, line = program.code[launch.symbol], line_of(program, launch)
+    # Requests of several multiprocessors for the same sectors at the same time become one.
+    rate = program.gpu.l2_bytes_per_cycle / line.distinct
+    gpu = dataclasses.replace(program.gpu, l2_bytes_per_cycle=rate)
     total = line.totals()
     assumed = instructions.assumed([code[at] for at in sorted(line.executed)])
     if line.waits:
@@ -244,7 +241,7 @@ def marks(program: Program, launch: Launch, min_bytes: float) -> list[tuple[int,
     fits, _, full = multiprocessors(program.gpu, code, line, *place)
     blocks = run_blocks(program, launch, [(0, 0, 0)])
     work = dataclasses.replace(work_of(blocks, 0, counts_of(blocks)[0]), parts=[])
-    full.run([work] * fits, MAX_MARKED)
+    full.run([work] * fits, MARKED)
     return [mark for mark in full.marks if mark[0] < blocks.warps]
 
 

@@ -63,7 +63,7 @@ _LOAD_STORE = ("shared", "global", "shuffle")
 _SLOW = ("special", "constant")  # queued with the requests to memory
 _MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
 _MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
-MAX_MARKED = 500_000
+MARKED = 500_000
 """Instructions, from the blocks' first ones, in which readings of the clock are recorded."""
 
 # ---- Stalls --------------------------------------------------------------------------------------

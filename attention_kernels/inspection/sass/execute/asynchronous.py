@@ -98,9 +98,10 @@ def copy_tile(blocks: Blocks, one: Instruction) -> None:
             size *= int(blocks.read(one.operands[2])[lane] >> 16).bit_count()
         wavefronts[warp] = -(-size // 128)
         for address, count in rows:
-            sectors = (address + count + 31 >> 5) - (address >> 5)
-            misses[warp] += sectors
-            blocks.fetched[address >> 40] += sectors * is_load
+            sectors = range(address >> 5, address + count + 31 >> 5)
+            blocks.seen[warp // blocks.warps] |= dict.fromkeys(sectors, len(blocks.issued))
+            misses[warp] += len(sectors)
+            blocks.fetched[address >> 40] += len(sectors) * is_load
         if is_load:
             place = warp // blocks.warps, int(blocks.read(registers[1])[lane])
             barrier = _at(blocks, one, place)
@@ -137,17 +138,13 @@ def _box(blocks: Blocks, pointer: int, first: list[int]) -> tuple[int, list[tupl
     tensor, element, sizes, strides, box = decode.read_map(raw.ljust(MAP_BYTES, b"\0"))
     at = [(x ^ 1 << 31) - (1 << 31) for x in first] + [0] * (5 - len(first))
     begin, end = (min(max(x, 0), sizes[0]) for x in (at[0], at[0] + box[0]))
-    inside = (_within(at[d], box[d], sizes[d]) for d in range(4, 0, -1))
+    inside = (range(max(at[d], 0), min(at[d] + box[d], sizes[d])) for d in range(4, 0, -1))
     rows = [
         tensor + begin * element + sum(map(operator.mul, place, strides[:0:-1]))
         for place in itertools.product(*inside)
     ]
     total = math.prod(box) * element
     return total, [(row, (end - begin) * element) for row in rows if end > begin]
-
-
-def _within(at: int, count: int, size: int) -> range:
-    return range(max(at, 0), min(at + count, size))
 
 
 def barrier(blocks: Blocks, one: Instruction) -> None:

@@ -104,7 +104,8 @@ class Blocks:
         self.moves: Counter[int] = Counter()  # of registers, by warp
         self.done: Mask = at >= threads  # lanes that have ended
         self.mask = ~self.done  # the lanes in which the current instruction takes effect
-        self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
+        # The sectors that each block has seen, and how much had been executed then.
+        self.seen: list[dict[int, int]] = [{} for _ in self.indices]
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
         # Tensor maps that a kernel makes, and parts of a queue, pass through shared memory.
         self.keeps_shared = any(one.base == "UTMACCTL" or one.takes_part for one in self.code)
@@ -251,7 +252,7 @@ class Blocks:
             misses[warp] = len(new)
             if new and one.base not in STORES:
                 self.fetched[new[0] >> 35] += len(new)
-            seen.update(touched)
+            seen |= dict.fromkeys(new, len(self.issued))
 
 
 def _wavefronts(relative: Values, size: int, merges: bool) -> int:

@@ -67,12 +67,11 @@ PIPES = {
 _PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
 _WAVEFRONTS = dict.fromkeys(("STS", "STSM", "STAS"), "stores") | {"LDGSTS": "copies"}
 _WAVEFRONTS |= dict.fromkeys(_TILES.split(), "tiles")
-_UNIFORM = ("S2UR", "R2UR", "VOTEU")
 
 
 def pipe_of(one: Instruction) -> str:
     """Return the pipe that executes an instruction: one of PIPES, "uniform" or "integer"."""
-    other = "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
+    other = "uniform" if one.base[0] == "U" or one.base in ("S2UR", "R2UR", "VOTEU") else "integer"
     return _PIPE_OF.get(one.name, _PIPE_OF.get(one.base, other))
 
 
@@ -156,6 +155,8 @@ class Line:
     """Indices of the instructions that were executed."""
     waits: bool = False
     """Whether blocks wait for other blocks, which are taken to have come as far."""
+    distinct: float = 1.0
+    """Share of a block's sectors that L2 delivers to no other block at the same time."""
     taken: int = 0
     """How often a block asks a queue for its next part; the last time it gets none."""
 
@@ -210,9 +211,9 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     if program.heads_first:
         _, y, z = launch.grid
         axes = [1, 2] if are_alike and (y, z) != (1, 1) else [0, 1, 2]
-        is_linear = y > 1 and z == 1 and are_alike
+        is_linear, distinct = y > 1 and z == 1 and are_alike, 1.0
     else:
-        axes, is_linear = axes_of(program, launch)
+        axes, is_linear, distinct = axes_of(program, launch)
     places = _places(launch.grid, axes)
     length, first = len(places), None
     alike = math.prod(launch.grid[: min(axes)])
@@ -258,7 +259,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     fetched = blocks.fetched.total()
     inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
     executed, taken = frozenset(issue.index for issue in blocks.issued), int(blocks.taken.max())
-    how = inputs, alike, repeats, first, executed, blocks.waits, taken
+    how = inputs, alike, repeats, first, executed, blocks.waits, distinct, taken
     return Line(length, samples, works, *how)
 
 
@@ -268,8 +269,9 @@ def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
     return [(i, j, k) for k in z for j in y for i in x]
 
 
-def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool]:
-    """Return the axes of a grid along which blocks differ, and whether their work is linear there.
+def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool, float]:
+    """Return the axes of a grid along which blocks differ, whether their work is linear there, and
+    the share of a block's sectors that no other block requests at the same time.
 
     The last block of an axis may be partial, so it does not count. Blocks may differ along one axis
     only where another begins: where the first keys are masked, no split of the others has any. Work
@@ -287,13 +289,26 @@ def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool]:
     unlike = (abs(half - start) > 0.001 * half for start, _, half in issued)
     differ = sorted({axis for (_, axis), differs in zip(lines, unlike, strict=True) if differs})
     is_regular = not blocks.has_cluster and not blocks.taken.any()
+    distinct = _distinct(blocks, launch, program.gpu.multiprocessors)
     if len(differ) != 1:
         longest = max(range(3), key=lambda axis: grid[axis])
-        return differ or [longest], not differ and is_regular
+        return differ or [longest], not differ and is_regular, distinct
     (axis,) = differ
     start, between, half = issued[axis]
     expected = start + (half - start) * at[axis][1] / (at[axis][2] or 1)
-    return differ, abs(expected - between) < _LINEAR * half and is_regular
+    return differ, abs(expected - between) < _LINEAR * half and is_regular, distinct
+
+
+def _distinct(blocks: Blocks, launch: Launch, running: int) -> float:
+    """Return the share of sectors that remains if those requested at the same time count once.
+
+    blocks: lines along each axis whose third block is the same. running: blocks at a time.
+    """
+    grid, running = np.array(launch.grid) // launch.cluster, running // math.prod(launch.cluster)
+    together = np.minimum(grid, np.maximum(1, running // np.cumprod([1, *grid[:2]])))
+    mine, neighbors = blocks.seen[2].items(), blocks.seen[1:9:3]
+    alike = [[one.get(sector) == when for one in neighbors] for sector, when in mine]
+    return float(np.mean(1 / np.where(alike, together, 1).prod(1))) if mine else 1.0
 
 
 def _ends(length: int, uses_warpgroups: bool) -> set[int]:
