@@ -289,7 +289,9 @@ def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool, float]:
     unlike = (abs(half - start) > 0.001 * half for start, _, half in issued)
     differ = sorted({axis for (_, axis), differs in zip(lines, unlike, strict=True) if differs})
     is_regular = not blocks.has_cluster and not blocks.taken.any()
-    distinct = _distinct(blocks, launch, program.gpu.multiprocessors)
+    # All blocks of a cluster take themselves for its first: what the others request is not known.
+    running = 1 if blocks.has_cluster else program.gpu.multiprocessors
+    distinct = _distinct(blocks, launch.grid, running)
     if len(differ) != 1:
         longest = max(range(3), key=lambda axis: grid[axis])
         return differ or [longest], not differ and is_regular, distinct
@@ -299,12 +301,11 @@ def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool, float]:
     return differ, abs(expected - between) < _LINEAR * half and is_regular, distinct
 
 
-def _distinct(blocks: Blocks, launch: Launch, running: int) -> float:
+def _distinct(blocks: Blocks, grid: Triple, running: int) -> float:
     """Return the share of sectors that remains if those requested at the same time count once.
 
     blocks: lines along each axis whose third block is the same. running: blocks at a time.
     """
-    grid, running = np.array(launch.grid) // launch.cluster, running // math.prod(launch.cluster)
     together = np.minimum(grid, np.maximum(1, running // np.cumprod([1, *grid[:2]])))
     mine, neighbors = blocks.seen[2].items(), blocks.seen[1:9:3]
     alike = [[one.get(sector) == when for one in neighbors] for sector, when in mine]
