@@ -489,6 +489,52 @@ __global__ void tiles(const __grid_constant__ TensorMap map, int rows, int count
   if (blockIdx.x == 0) *cycles = clock64() - begin;
 }
 
+// One thread copies tiles of 32 KB, 6 at a time, of which each group of `share` blocks copies the same
+// `span` again and again; each of its blocks begins `skew` tiles after the one before.
+__global__ void shared_tiles(const __grid_constant__ TensorMap map, int share, int span, int skew,
+                             int count, long long* cycles) {
+  constexpr int kDepth = 6, kRows = 256;
+  ATTENTION_ALIGNED_SHARED(unsigned char, tile, 1024);
+  __shared__ ptx::Barrier full[kDepth];
+  for (auto& barrier : full) ptx::barrier_init(&barrier, 1);
+  ptx::barrier_init_fence();
+  const int group = blockIdx.x / share;
+  int next = blockIdx.x % share * skew % span;
+  const auto copy = [&](int i) {
+    ptx::barrier_expect(&full[i % kDepth], kRows * 128);
+    ptx::load_tile(tile + i % kDepth * kRows * 128, map, 0, 0, (group * span + next) * kRows, 0,
+                   &full[i % kDepth]);
+    next = next + 1 < span ? next + 1 : 0;
+  };
+  long long begin = 0;
+  for (int i = 0; i < kDepth; ++i) copy(i);
+  for (int i = 0; i < count; ++i) {
+    ptx::barrier_wait(&full[i % kDepth], i / kDepth % 2);
+    if (i == 4 * kDepth) begin = clock64();
+    if (i + kDepth < count) copy(i + kDepth);
+  }
+  cycles[blockIdx.x] = clock64() - begin;
+}
+
+// Integer multiply-adds, logic, or both in turn, in chains of every eighth of a kind.
+template <bool kMultiplies, bool kLogics>
+__global__ void in_turn(long long* cycles, unsigned y) {
+  unsigned a[8], b[8], sum = 0;
+  for (int i = 0; i < 8; ++i) a[i] = y + i + threadIdx.x, b[i] = y * i + threadIdx.x;
+  const long long begin = clock64();
+#pragma unroll 1
+  for (int loop = 0; loop < kChain; ++loop) {
+#pragma unroll
+    for (int i = 0; i < kChain; ++i) {
+      if (kMultiplies) asm volatile("mad.lo.u32 %0, %0, 5, %0;" : "+r"(a[i % 8]));
+      if (kLogics) asm volatile("lop3.b32 %0, %0, %1, %1, 0xe4;" : "+r"(b[i % 8]) : "r"(y));
+    }
+  }
+  if (threadIdx.x == 0) *cycles = clock64() - begin;
+  for (int i = 0; i < 8; ++i) sum += a[i] + b[i];
+  sink[threadIdx.x] = sum;
+}
+
 __global__ void empty() {}
 
 // ---- Early launches ------------------------------------------------------------------------------
@@ -725,6 +771,29 @@ double tile_cycles(const void* from, int rows, int blocks, int apart, int count)
   cudaFuncSetAttribute(tiles<kDepth>, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024);
   tiles<kDepth><<<blocks, 1, kDepth * rows * 128 + 1024>>>(map, rows, count, apart, cycles);
   return fetch() / (count - kDepth);
+}
+
+// The bytes per cycle that each of 132 blocks gets, on average.
+void shared_copies(int share, int span, int skew) {
+  TensorMap map;
+  constexpr int kCount = 1024, kRows = 256;
+  const int64_t sizes[4] = {64, 1, 1 << 20, 1}, strides[3] = {64, 64, 64};
+  make_tensor_map(&map, reinterpret_cast<const __half*>(zeros), sizes, strides, {64, 1, kRows, 1});
+  constexpr int kShared = 6 * kRows * 128 + 1024;
+  cudaFuncSetAttribute(shared_tiles, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  for (int i = 0; i < 2; ++i)  // the second time from L2
+    shared_tiles<<<kMultiprocessors, 1, kShared>>>(map, share, span, skew, kCount, cycles);
+  double sum = 0;
+  for (int i = 0; i < kMultiprocessors; ++i) sum += fetch(i);
+  report("132 blocks, of which " + std::to_string(share) + " copy the same " +
+             std::to_string(32 * span) + " KB, " + std::to_string(32 * skew) + " KB apart",
+         (kCount - 24) * kRows * 128.0 * kMultiprocessors / sum, "bytes per cycle");
+}
+
+template <bool kMultiplies, bool kLogics>
+void integers_in_turn(const char* name) {
+  for (int i = 0; i < 2; ++i) in_turn<kMultiplies, kLogics><<<1, 512>>>(cycles, 3);
+  report(std::string(name) + ", 4 warps per scheduler", fetch() / kChain / kChain / 4);
 }
 
 // Microseconds per launch in a graph, of all launches in it and all launches of it.
@@ -1122,6 +1191,11 @@ int main() {
     report(name + "4 on their way", tile_cycles<4>(zeros, 128, blocks, 2, 66));
     report(name + "8 on their way", tile_cycles<8>(zeros, 128, blocks, 2, 66));
   }
+  for (int share : {1, 2, 4, 12, 132}) shared_copies(share, 6, 0);
+  for (int skew : {0, 1, 5}) shared_copies(12, 64, skew);
+  integers_in_turn<true, false>("IMAD");
+  integers_in_turn<false, true>("LOP3");
+  integers_in_turn<true, true>("IMAD and LOP3 in turn");
   cudaEvent_t begin, end;
   cudaEventCreate(&begin);
   cudaEventCreate(&end);

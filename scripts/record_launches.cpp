@@ -1,5 +1,5 @@
-// Saves the launches of any program's kernels for `gpt2-infer predict`: name, grid, block, shared memory,
-// the bytes of each parameter, and the cubin. CUPTI reports them; that needs no permission, as counters
+// Saves the launches of any program's kernels for `gpt2-infer predict`: name, grid, block, cluster, shared
+// memory, the bytes of each parameter, and the cubin. CUPTI reports them; that needs no permission, as counters
 // do. What lies between cudaProfilerStart() and cudaProfilerStop() is saved, into folders 0, 1, ... of
 // RECORD_FOLDER, each with a file `arguments` for predict.
 //
@@ -29,7 +29,24 @@ struct Launch {
   const char* name;
   unsigned grid[3], block[3], shared;
   void **parameters, **extra;
+  unsigned cluster[3] = {1, 1, 1};
 };
+
+// Reads the size of the kernel's clusters if it was compiled for one.
+void read_cluster(Launch& launch) {
+  constexpr CUfunction_attribute kSizes[] = {CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH,
+                                             CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT,
+                                             CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH};
+  CUdevice device;
+  cuCtxGetDevice(&device);
+  for (int axis = 0; axis < 3; ++axis) {
+    int size = 0;
+    // As for parameters, below
+    if (cuFuncGetAttribute(&size, kSizes[axis], launch.kernel) != CUDA_SUCCESS)
+      cuKernelGetAttribute(&size, kSizes[axis], reinterpret_cast<CUkernel>(launch.kernel), device);
+    if (size > 0) launch.cluster[axis] = size;
+  }
+}
 
 // The kernel's parameters, each as a string of bytes
 std::vector<std::string> parameters_of(const Launch& launch) {
@@ -54,6 +71,7 @@ void save(Launch launch) {
     std::fprintf(stderr, "a launch of a kernel without a name is not saved\n");
     return;
   }
+  read_cluster(launch);
   const std::filesystem::path root = std::getenv("RECORD_FOLDER");
   const auto folder = root / std::to_string(launches++);
   std::filesystem::create_directories(folder);
@@ -64,6 +82,7 @@ void save(Launch launch) {
   };
   axes(" --grid ", launch.grid);
   axes(" --block ", launch.block);
+  axes(" --cluster ", launch.cluster);
   arguments << " --shared " << launch.shared << " --args";
   int number = 0;
   for (const std::string& bytes : parameters_of(launch)) {
@@ -113,14 +132,19 @@ void CUPTIAPI on_event(void*, CUpti_CallbackDomain domain, CUpti_CallbackId id, 
     case CUPTI_DRIVER_TRACE_CBID_cuLaunchKernelEx_ptsz: {
       const auto& p = *static_cast<const cuLaunchKernelEx_params*>(given);
       const auto& c = *p.config;
-      if (is_on)
-        save({p.f,
-              call->symbolName,
-              {c.gridDimX, c.gridDimY, c.gridDimZ},
-              {c.blockDimX, c.blockDimY, c.blockDimZ},
-              c.sharedMemBytes,
-              p.kernelParams,
-              p.extra});
+      Launch launch{p.f,
+                    call->symbolName,
+                    {c.gridDimX, c.gridDimY, c.gridDimZ},
+                    {c.blockDimX, c.blockDimY, c.blockDimZ},
+                    c.sharedMemBytes,
+                    p.kernelParams,
+                    p.extra};
+      for (unsigned i = 0; i < c.numAttrs; ++i) {
+        if (c.attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) continue;
+        const auto& [x, y, z] = c.attrs[i].value.clusterDim;
+        launch.cluster[0] = x, launch.cluster[1] = y, launch.cluster[2] = z;
+      }
+      if (is_on) save(launch);
       return;
     }
   }

@@ -41,11 +41,7 @@ LENGTHS = SHORTEST, SHORTER, SHORT = 64, 128, 256
 
 
 def choose(
-    alias: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    device: torch.device,
-    seqlen: int | None = None,
+    alias: str, dtype: torch.dtype, head_dim: int, device: torch.device, seqlen: int | None = None
 ) -> BackendSpec:
     """Return the backend behind an alias: the fastest version that serves such calls.
 

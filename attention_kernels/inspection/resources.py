@@ -60,6 +60,8 @@ class Launch:
     """The kernel's parameters as nvcc lays them out. Launches that differ only here are equal."""
     words: tuple[tuple[int, int], ...] = ()
     """Values that the kernel loads and on which its work depends: see Blocks.words."""
+    cluster: Triple = (1, 1, 1)
+    """Blocks of a cluster."""
 
     @property
     def threads(self) -> int:

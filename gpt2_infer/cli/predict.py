@@ -44,6 +44,7 @@ class Launch:
         grid: blocks of the kernel: X, X,Y or X,Y,Z
         block: threads per block of the kernel: X, X,Y or X,Y,Z
         shared: dynamic shared memory per block of the kernel, in bytes
+        cluster: blocks per cluster of the kernel: X, X,Y or X,Y,Z
         args: arguments: f32[COUNT] or ptr for a buffer, f16[SIZES/BOX] for TMA, a number, @FILE
     """
 
@@ -51,6 +52,7 @@ class Launch:
     grid: Axes
     block: Axes
     shared: Size = 0
+    cluster: Axes = (1, 1, 1)
     args: Annotated[Names, Parameter(allow_leading_hyphen=True)] = ()
 
 

@@ -91,9 +91,7 @@ class Emulated(FusedOnCPU):
 MatrixParams = c_struct((c_void_p, "data bias"), (c_int64, "rows columns is_transposed"))
 NormParams = c_struct((c_void_p, "weight bias"))
 LayerParams = c_struct(
-    (NormParams, "ln_1 ln_2"),
-    (MatrixParams, "qkv proj fc fc2"),
-    (c_double, "softmax_scale"),
+    (NormParams, "ln_1 ln_2"), (MatrixParams, "qkv proj fc fc2"), (c_double, "softmax_scale")
 )
 StepParams = c_struct(
     (POINTER(LayerParams), "layers"),

@@ -16,18 +16,9 @@ from tests.conftest import needs_compiler
 FILE = Path(__file__).parent / "negative" / "v11_orders.cu"
 LINES = FILE.read_text("utf-8").splitlines()
 # What would order a race, by pattern; of other patterns any of these.
-ANY = "|".join(
-    (
-        "a __syncwarp",
-        "a __syncthreads",
-        "a __threadfence",
-        "atomic operations of the device's",
-        "an atomic or a flag with",
-        "a barrier of the cluster",
-        "a wait_for_previous",
-        "a proxy fence",
-        "with no barrier between",
-    )
+ANY = (
+    "a __syncwarp|a __syncthreads|a __threadfence|atomic operations of the device's|an atomic or a "
+    "flag with|a barrier of the cluster|a wait_for_previous|a proxy fence|with no barrier between"
 )
 ORDERED_BY = {
     1: r"a __syncthreads\(\) between them would",

@@ -27,12 +27,7 @@ from attention_kernels.inspection.sass.execute.instructions import run_blocks
 from attention_kernels.inspection.sass.execute.work import Line, counts_of, line_of, work_of
 from attention_kernels.inspection.sass.explain import Stalls, explain
 from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
-from attention_kernels.inspection.sass.time import (
-    MAX_MARKED,
-    StallCycles,
-    multiprocessors,
-    time_grid,
-)
+from attention_kernels.inspection.sass.time import MARKED, StallCycles, multiprocessors, time_grid
 from attention_kernels.ladder.header import CSRC, VersionHeader
 
 LOAD_STORE_UNIT = "load-store unit"
@@ -48,7 +43,8 @@ class Prediction:
     seqlen: int
     time_us: float
     needs_us: dict[str, float]
-    """Time that each resource would need if it were always busy on all multiprocessors."""
+    """Time that each resource would need if it were always busy on all multiprocessors with blocks.
+    """
     waiting_us: float
     """Time beyond the longest need: warps wait for results, for barriers, for each other."""
     uneven_us: float
@@ -156,19 +152,22 @@ def predict_kernel(
     grid: Triple,
     block: Triple,
     shared: int = 0,
+    cluster: Triple = (1, 1, 1),
     args: Sequence[str] = (),
     lines: bool = False,
 ) -> Prediction:
     """Predict one launch of a kernel in a file.
 
     kernel: its mangled name, or a part of it that no other kernel has. shared: bytes of dynamic
-    shared memory. args: one text per parameter; see decode.pack(). lines: also explain the stalls
-    by source line. Raises the errors of decode.read_kernel(), UnsupportedError, and SassError.
+    shared memory. cluster: its blocks along each axis. args: one text per parameter; see
+    decode.pack(). lines: also explain the stalls by source line. Raises the errors of
+    decode.read_kernel(), UnsupportedError, and SassError.
     """
     with tempfile.TemporaryDirectory() as folder:
         program, symbol, given = decode.read_kernel(path, gpu, kernel, args, Path(folder))
         packed, size, words = given
-        launch = Launch(0, symbol, symbol, grid, block, shared, packed, tuple(words.items()))
+        launched = grid, block, shared, packed, tuple(words.items()), cluster
+        launch = Launch(0, symbol, symbol, *launched)
         return _predict_call(program, {launch: 1}, size, lines=lines)
 
 
@@ -203,19 +202,23 @@ def _predict_launch(
     min_bytes: bytes that have to pass between the GPU and its memory; 0 if unknown. stalls and
     released: as for time_grid(). Raises UnsupportedError if no block fits on the GPU.
     """
-    gpu, code = program.gpu, program.code[launch.symbol]
-    line = line_of(program, launch)
+    code, line = program.code[launch.symbol], line_of(program, launch)
+    # Requests of several multiprocessors for the same sectors at the same time become one.
+    rate = program.gpu.l2_bytes_per_cycle / line.distinct
+    gpu = dataclasses.replace(program.gpu, l2_bytes_per_cycle=rate)
     total = line.totals()
     assumed = instructions.assumed([code[at] for at in sorted(line.executed)])
     if line.waits:
         assumed.append("a block that waits for others finds them as far as itself")
     if not min_bytes:
-        assumed.append("memory is fast enough: no argument has a buffer's size")
+        assumed.append("all data is in L2: no argument has a buffer's size")
     place = _place(program, launch, line, min_bytes)
     end, equal, block = time_grid(gpu, code, line, *place, stalls, released)
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
-    hertz = gpu.clock_at(products / max(end, products, 1.0)) * 1e3  # cycles per microsecond
-    needs = _needs(gpu, total, min_bytes, hertz)
+    busy = dataclasses.replace(gpu, multiprocessors=max(1, min(gpu.multiprocessors, line.busy)))
+    cycles = max(1.0, end, *_needs(busy, total, 0.0, 1.0).values())
+    hertz = gpu.clock_at(products / cycles) * 1e3  # cycles per microsecond
+    needs = _needs(busy, total, min_bytes, hertz)
     busiest = max(needs.values())
     finished = max(end / hertz, busiest)
     balanced = min(max(equal / hertz, busiest), finished)
@@ -238,7 +241,7 @@ def marks(program: Program, launch: Launch, min_bytes: float) -> list[tuple[int,
     fits, _, full = multiprocessors(program.gpu, code, line, *place)
     blocks = run_blocks(program, launch, [(0, 0, 0)])
     work = dataclasses.replace(work_of(blocks, 0, counts_of(blocks)[0]), parts=[])
-    full.run([work] * fits, MAX_MARKED)
+    full.run([work] * fits, MARKED)
     return [mark for mark in full.marks if mark[0] < blocks.warps]
 
 
@@ -256,15 +259,16 @@ def _place(program: Program, launch: Launch, line: Line, min_bytes: float) -> tu
     return room, min(1.0, min_bytes / max(1.0, line.totals()["misses"] * SECTOR))
 
 
-def _needs(
-    gpu: GpuModel, total: Mapping[str, float], min_bytes: float, hertz: float
-) -> dict[str, float]:
-    """Return the microseconds that each resource needs for a grid, given its counts."""
+def _needs(gpu: GpuModel, total: dict[str, float], size: float, hertz: float) -> dict[str, float]:
+    """Return the microseconds that each resource needs for a grid, given its counts.
+
+    gpu: with the multiprocessors that have blocks. size: bytes that pass through memory.
+    """
     rate = gpu.multiprocessors * hertz
     wavefronts = sum(total[kind] for kind in ("loads", "stores", "copies"))
-    integer = total["integer"] + total["multiply"]
-    tensor = total["tensor"] * gpu.tensor_cycles / SCHEDULERS
-    tensor += total["products"] / gpu.warpgroup_flop
+    integer = max(total["integer"], total["multiply"])  # of two pipes
+    products = total["products"] / gpu.warpgroup_flop
+    tensor = total["tensor"] * gpu.tensor_cycles / SCHEDULERS + products
     return {
         "issue slots": total["issue"] / SCHEDULERS / rate,
         "float32 arithmetic": total["fma"] * WARP / gpu.fp32_lanes / rate,
@@ -275,7 +279,7 @@ def _needs(
         "shared memory": (wavefronts + total["tiles"] + total["operands"]) / rate,
         "L1": total["lines"] / rate,
         "L2": total["misses"] * SECTOR / gpu.l2_bytes_per_cycle / hertz,
-        "memory": min_bytes / gpu.memory_gb_s / 1e3,
+        "memory": size / gpu.memory_gb_s / 1e3,
     }
 
 

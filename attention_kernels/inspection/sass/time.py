@@ -37,7 +37,8 @@ _START, _PRODUCT = 12, 29
 # the probe's stamps say. A warp that has issued more waits, whatever follows.
 _AHEAD, _NEXT = 7, 20
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
-_BARRIER, _ARRIVAL = 12, 2  # cycles per barrier, and per warp that arrives at it
+# Cycles per barrier, per warp that arrives at it, and per barrier of a cluster.
+_BARRIER, _ARRIVAL, _CLUSTER = 12, 2, 400
 # Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
 # A warp alone needs twice as long for its requests as four schedulers that take turns.
 _PORT = {"shared": 2.0, "shuffle": 4.0}
@@ -62,7 +63,7 @@ _LOAD_STORE = ("shared", "global", "shuffle")
 _SLOW = ("special", "constant")  # queued with the requests to memory
 _MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
 _MAX_OBSERVED = 200_000  # instructions in which stalls are recorded
-MAX_MARKED = 500_000
+MARKED = 500_000
 """Instructions, from the blocks' first ones, in which readings of the clock are recorded."""
 
 # ---- Stalls --------------------------------------------------------------------------------------
@@ -359,6 +360,7 @@ class Multiprocessor:
         # The next instruction is issued when nothing holds it back.
         held = self.released if one.base == "ACQBULK" else 0.0
         next_at = max(held, now + max(1, one.stall) + (later if one.stall >= _FIXED[0] else 0))
+        next_at += _CLUSTER if one.base == "UCGABAR_WAIT" else 0
         warp.advance()
         if one.base == "LDGSTS":
             warp.copies.append(done)
@@ -595,9 +597,9 @@ def multiprocessors(
     """
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. So does a block that requests data of its own. The output of an earlier launch is in
-    # L2.
+    # L2, and so is all if nothing is known to come from memory.
     at_once = room * gpu.multiprocessors / line.busy
-    cold = line.inputs * min(1.0, max(at_once, from_memory))
+    cold = line.inputs * min(1.0, max(at_once, from_memory)) * (from_memory > 0)
     miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     # No multiprocessor gets more blocks than if all are shared out equally.
     fits = min(room, -(-line.busy // gpu.multiprocessors))
@@ -646,18 +648,21 @@ def finish(
             if waiting:
                 place.append(waiting.pop())
 
-    def event(number: int, now: float) -> tuple[float, int, float, int]:
-        """Return when the next block of a multiprocessor ends, and its index there."""
+    def event(number: int, now: float) -> tuple[float, int, int, float, int]:
+        """Return when the next block of a multiprocessor ends, and its index there.
+
+        Multiprocessors whose blocks end together take turns with the blocks that wait.
+        """
         place = places[number]
         ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
         first = min(range(len(place)), key=ends.__getitem__)
-        return now + ends[first], number, now, first
+        return round(now + ends[first], 3), -len(waiting), number, now, first
 
     events = [event(number, 0.0) for number, place in enumerate(places) if place]
     heapq.heapify(events)
     end = 0.0
     while events:
-        end, number, since, first = heapq.heappop(events)
+        end, _, number, since, first = heapq.heappop(events)
         place = places[number]
         for i, pace in enumerate(some[len(place)]):
             place[i] -= (end - since) / pace

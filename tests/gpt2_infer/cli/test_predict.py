@@ -40,8 +40,9 @@ def test_a_launch_of_any_kernel_is_taken_from_the_options(monkeypatch, capsys):
 
     monkeypatch.setattr(predict, "predict_kernel", record)
     command = ["predict", "any.cubin", "--kernel=k", "--block=128", "--grid", "4,12"]
+    command += ["--cluster", "2"]
     assert main([*command, "--args", "ptr", "-1", "2.5"]) == 0
-    sizes = {"grid": (4, 12, 1), "block": (128, 1, 1), "shared": 0}
+    sizes = {"grid": (4, 12, 1), "block": (128, 1, 1), "cluster": (2, 1, 1), "shared": 0}
     assert given == [{"kernel": "k", **sizes, "args": ("ptr", "-1", "2.5"), "lines": False}]
     shown = capsys.readouterr().out
     assert "k of any.cubin on H200 SXM: 4x12x1 blocks of 128x1x1 threads" in shown

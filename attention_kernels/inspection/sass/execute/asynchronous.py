@@ -13,14 +13,15 @@ import operator
 
 import numpy as np
 
-from attention_kernels.inspection.resources import HOPPER_PARAMETERS, WARP
+from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import MAP_BYTES, Instruction, SassError, consecutive
 from attention_kernels.inspection.sass.execute.state import LOW, WARPGROUP, Blocks, Mbarrier
 
-# Code addresses constant bank 0 from its parameters on like memory, to find tensor maps. Here that
-# address is far from all tensors.
+# Code addresses constant bank 0 like memory, to find tensor maps. Here that address is far from all
+# tensors.
 BANK_ADDRESS = 64 << 40
+_OF_BLOCK = 0xFFFFFF  # an address in shared memory without the number of a block in its cluster
 
 
 def is_numbered(one: Instruction) -> bool:
@@ -49,11 +50,13 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
     for warp, lane in _warps(blocks) if "CCTL" not in one.modifiers else ():
         place = _place(blocks, one, lane)
         if "EXCH" in one.modifiers:
-            # The word counts arrivals up to 2^20, from bit 1 on.
-            arrivals = (1 << 20) - (int(blocks.read(one.operands[-1])[lane]) >> 1)
-            # One that is used again gets new phases, of the same parity.
+            # The word counts arrivals up to 2^20, from bit 1 on; bit 63 is the phase's parity.
+            word = int(blocks.read64(one.operands[-1])[lane])
+            arrivals = (1 << 20) - (word >> 1 & LOW >> 1)
+            # One that is used again gets new phases.
             last = blocks.mbarriers[place].phase | 1 if place in blocks.mbarriers else -3
-            blocks.mbarriers[place] = Mbarrier(arrivals, arrivals, phase=last + 3)
+            phase = last + 3 + (word >> 63 & 1)
+            blocks.mbarriers[place] = Mbarrier(arrivals, arrivals, phase=phase)
             continue
         barrier = _at(blocks, one, place)
         if is_test:
@@ -61,9 +64,12 @@ def mbarrier(blocks: Blocks, one: Instruction) -> None:
                 events[warp] = None, ("phase", *place, barrier.phase - 1)
             continue
         arriving = blocks.mask[_lanes(warp)]
+        announced = int(blocks.read(one.operands[-1])[_lanes(warp)][arriving].sum())
+        if announced and blocks.address(one.memory[0], wide=False)[lane] > _OF_BLOCK:
+            continue  # words that go to another block, and are not followed
         events[warp] = ("phase", *place, barrier.phase), None
         barrier.left -= int(arriving.sum())
-        barrier.bytes += int(blocks.read(one.operands[-1])[_lanes(warp)][arriving].sum())
+        barrier.bytes += announced
         _complete(blocks, place)
     if is_test:
         blocks.write(one.operands[0], True)
@@ -88,11 +94,14 @@ def copy_tile(blocks: Blocks, one: Instruction) -> None:
             dimensions = int(one.modifiers[0].rstrip("D"))
             first = [int(blocks.read(name)[lane]) for name in registers[1 + is_load :][:dimensions]]
             size, rows = _box(blocks, pointer, first)
+        if "MULTICAST" in one.modifiers:  # to several blocks of the cluster, which send theirs here
+            size *= int(blocks.read(one.operands[2])[lane] >> 16).bit_count()
         wavefronts[warp] = -(-size // 128)
         for address, count in rows:
-            sectors = (address + count + 31 >> 5) - (address >> 5)
-            misses[warp] += sectors
-            blocks.fetched[address >> 40] += sectors * is_load
+            sectors = range(address >> 5, address + count + 31 >> 5)
+            blocks.seen[warp // blocks.warps] |= dict.fromkeys(sectors, len(blocks.issued))
+            misses[warp] += len(sectors)
+            blocks.fetched[address >> 40] += len(sectors) * is_load
         if is_load:
             place = warp // blocks.warps, int(blocks.read(registers[1])[lane])
             barrier = _at(blocks, one, place)
@@ -119,7 +128,7 @@ def store_remote(blocks: Blocks, one: Instruction) -> None:
 
 def _box(blocks: Blocks, pointer: int, first: list[int]) -> tuple[int, list[tuple[int, int]]]:
     """Return the bytes of a box, and the address and length of its rows within bounds."""
-    begin = pointer - BANK_ADDRESS + HOPPER_PARAMETERS
+    begin = pointer - BANK_ADDRESS
     raw = blocks.constants[begin : begin + MAP_BYTES] if begin >= 0 else b""
     if pointer in blocks.stored:
         words = (blocks.stored.get(pointer + at, 0) for at in range(0, MAP_BYTES, 4))
@@ -129,7 +138,7 @@ def _box(blocks: Blocks, pointer: int, first: list[int]) -> tuple[int, list[tupl
     tensor, element, sizes, strides, box = decode.read_map(raw.ljust(MAP_BYTES, b"\0"))
     at = [(x ^ 1 << 31) - (1 << 31) for x in first] + [0] * (5 - len(first))
     begin, end = (min(max(x, 0), sizes[0]) for x in (at[0], at[0] + box[0]))
-    inside = (_within(at[d], box[d], sizes[d]) for d in range(4, 0, -1))
+    inside = (range(max(at[d], 0), min(at[d] + box[d], sizes[d])) for d in range(4, 0, -1))
     rows = [
         tensor + begin * element + sum(map(operator.mul, place, strides[:0:-1]))
         for place in itertools.product(*inside)
@@ -138,12 +147,8 @@ def _box(blocks: Blocks, pointer: int, first: list[int]) -> tuple[int, list[tupl
     return total, [(row, (end - begin) * element) for row in rows if end > begin]
 
 
-def _within(at: int, count: int, size: int) -> range:
-    return range(max(at, 0), min(at + count, size))
-
-
 def barrier(blocks: Blocks, one: Instruction) -> None:
-    """Execute BAR: wait for the whole block, or for as many threads as the barrier has."""
+    """Execute BAR and UCGABAR_WAIT: wait for the block, or for as many threads as it has."""
     if not is_numbered(one):
         blocks.waiting |= blocks.mask
         return
@@ -193,8 +198,10 @@ def open_barriers(blocks: Blocks) -> None:
     if not blocks.has_cluster or not blocks.tested:
         raise SassError("the threads of a block wait for each other")
     blocks.waits = True
-    for place in [*blocks.tested]:  # of other blocks of the cluster
-        blocks.mbarriers[place].left = blocks.mbarriers[place].bytes = 0
+    tested = {place: blocks.mbarriers[place] for place in blocks.tested}
+    begun = {place: one for place, one in tested.items() if one.left < one.arrivals}
+    for place, one in (begun or tested).items():  # of other blocks of the cluster
+        one.left = one.bytes = 0
         _complete(blocks, place)
 
 
@@ -235,7 +242,7 @@ def _warps(blocks: Blocks) -> list[tuple[int, int]]:
 
 def _place(blocks: Blocks, one: Instruction, lane: int) -> tuple[int, int]:
     """Return the block of a lane, and the address of its mbarrier."""
-    address = int(blocks.address(one.memory[0], wide=False)[lane]) & LOW
+    address = int(blocks.address(one.memory[0], wide=False)[lane]) & _OF_BLOCK
     return lane // (blocks.warps * WARP), address
 
 

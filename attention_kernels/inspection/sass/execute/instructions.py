@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -25,25 +26,24 @@ from attention_kernels.inspection.sass.execute.state import LOW, Blocks, Issue, 
 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _INSTRUCTION_BYTES = 16
-_PARAMETERS_UP_TO_8 = 0x160  # offset of the parameters in constant bank 0
-# From Hopper on, the offset of an address at which the code looks for tensor maps among them.
-_BANK_POINTER = 0x198
+# Constant bank 0 up to the parameters: the sizes of block and grid; from Hopper on, at 0xc0 and at
+# 0x198, where the bank and where its parameters are in memory, as code looks there for tensor maps.
+_HEAD_UP_TO_8, _HEAD = struct.Struct("<6I328x"), struct.Struct("<6I168xQ208xQ112x")
 _BRANCHES = ("BRA", "CALL", "RET")
-_CONTROL = (*_BRANCHES, "EXIT", "BAR")
+_CONTROL = (*_BRANCHES, "EXIT", "BAR", "UCGABAR_WAIT")
 
 # ---- Control flow --------------------------------------------------------------------------------
 
 
 def run_blocks(program: Program, launch: Launch, indices: Sequence[Triple]) -> Blocks:
     """Execute some blocks of a launch."""
-    head = b"".join(n.to_bytes(4, "little") for n in (*launch.block, *launch.grid))
-    if int(program.gpu.arch) < 90:
-        head = head.ljust(_PARAMETERS_UP_TO_8, b"\0")
-    else:
-        pointer = asynchronous.BANK_ADDRESS.to_bytes(8, "little")
-        head = (head.ljust(_BANK_POINTER, b"\0") + pointer).ljust(HOPPER_PARAMETERS, b"\0")
+    head, layout = [*launch.block, *launch.grid], _HEAD_UP_TO_8
+    if int(program.gpu.arch) >= 90:
+        begin = asynchronous.BANK_ADDRESS
+        head, layout = [*head, begin, begin + HOPPER_PARAMETERS], _HEAD
+    constants = layout.pack(*head) + launch.parameters
     code, words = program.code[launch.symbol], dict(launch.words)
-    blocks = Blocks(code, head + launch.parameters, launch.block, indices, words)
+    blocks = Blocks(code, constants, launch.block, indices, words, launch.cluster)
     run(blocks, _MAX_ISSUED)
     return blocks
 
@@ -142,9 +142,9 @@ def _global_access(blocks: Blocks, one: Instruction) -> None:
         at = blocks.address(one.memory[0], wide=False) & LOW
         blocks.request_shared(at, one.size, blocks.mask)
     blocks.clear(one.loaded)
-    if one.takes_part:  # of a queue: blocks take turns, in their order
-        x, y, z = np.frombuffer(blocks.constants, np.uint32, 3, 12).tolist()
-        part = np.array(blocks.indices) @ (1, x, x * y) + x * y * z * blocks.taken
+    if one.takes_part:  # of a queue: clusters take turns, in their order
+        x, y, z = np.frombuffer(blocks.constants, np.uint32, 3, 12) // blocks.cluster
+        part = np.array(blocks.indices) // blocks.cluster @ (1, x, x * y) + x * y * z * blocks.taken
         blocks.write(one.loaded[0], part[blocks.block_of])
         blocks.taken[np.unique(blocks.block_of[blocks.mask])] += 1
     if blocks.keeps_shared and "EXCH" in one.modifiers:
@@ -196,9 +196,12 @@ def _carry_in(blocks: Blocks, one: Instruction) -> Values | int:
     return sum(blocks.predicate(x).astype(int) for x in one.split[2]) if "X" in one.modifiers else 0
 
 
-def _add(blocks: Blocks, one: Instruction) -> Values:
+def _add(blocks: Blocks, one: Instruction) -> Values | None:
     """Execute IADD3 and VIADD: up to three terms, carries out and, with .X, carries in."""
     carried, sources, _ = one.split
+    if "64" in one.modifiers:
+        blocks.write64(one.operands[0], sum(blocks.read64(x) for x in sources))
+        return None
     total = np.zeros(blocks.lanes, np.int64)
     for x in sources:
         is_negative = x[0] == "-" and x[1] in "RUc"  # subtracting 0 produces a carry
@@ -453,38 +456,28 @@ Operation: TypeAlias = Callable[[Blocks, Instruction], Values | int | None]
 _NO_EFFECT = {
     "NOP", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "DEPBAR", "LDGDEPBAR", "MEMBAR",
     "ERRBAR", "CCTL", "ACQBULK", "PREEXIT", "FENCE", "NANOSLEEP", "ENDCOLLECTIVE",
-    "BPT", "KILL", "CGAERRBAR", "UTMACMDFLUSH", "UTMACCTL", "UCGABAR_ARV",
-    "UCGABAR_WAIT", *_BRANCHES,
+    "BPT", "KILL", "CGAERRBAR", "UTMACMDFLUSH", "UTMACCTL", "UCGABAR_ARV", *_BRANCHES,
 }  # fmt: skip
-_OPERATIONS: dict[str, Operation] = {
-    **dict.fromkeys(("LDS", "STS", "LDSM", "STSM", "ATOMS"), _shared_access),
-    **dict.fromkeys(("LDG", "STG", "LD", "ST", "LDGSTS", "ATOM", "ATOMG", "RED", "REDG"),
-                    _global_access),
-    **dict.fromkeys(("LDL", "STL"), _local_access),
-    **dict.fromkeys(("LDC", "LDCU"), _load_constant),
-    **dict.fromkeys(("IADD", "IADD3", "VIADD"), _add),
-    **dict.fromkeys(("IMNMX", "VIMNMX", "VIADDMNMX"), _minimum),
-    **dict.fromkeys(("MOV", "MOV32I"), lambda blocks, one: blocks.read(one.operands[1])),
-    **dict.fromkeys(("S2R", "S2UR"), lambda blocks, one: blocks.special.get(one.operands[1], 0)),
-    **dict.fromkeys(("SEL", "FSEL"), _select),
-    **dict.fromkeys(("ISETP", "FSETP"), _compare),
-    **dict.fromkeys(("I2F", "I2FP"), _to_float),
-    **dict.fromkeys(("VOTE", "VOTEU"), _vote),
-    **dict.fromkeys(("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"), asynchronous.copy_tile),
-    "IMAD": _multiply_add, "LEA": _shift_add, "SHF": _shift, "SGXT": _extend, "PRMT": _permute,
-    "LOP3": _logic, "PLOP3": _predicate_logic, "F2I": _to_integer, "SHFL": _shuffle,
-    **dict.fromkeys(("P2R", "P2UR"), _predicates_to_register),
-    **dict.fromkeys(("R2P", "R2UP"), _register_to_predicates), "R2UR": _to_uniform,
-    "BAR": asynchronous.barrier, "SYNCS": asynchronous.mbarrier, "ELECT": asynchronous.elect,
-    **dict.fromkeys(decode.PRODUCTS, asynchronous.product),
-    "USETMAXREG": asynchronous.move_registers,
-    "WARPGROUP": asynchronous.await_products, "STAS": asynchronous.store_remote,
-    "EXIT": asynchronous.end,
+_OPERATIONS_BY_NAMES: dict[str, Operation] = {
+    "LDS STS LDSM STSM ATOMS": _shared_access, "LDL STL": _local_access,
+    "LDG STG LD ST LDGSTS ATOM ATOMG RED REDG": _global_access, "LDC LDCU": _load_constant,
+    "IADD IADD3 VIADD": _add, "IMAD": _multiply_add, "LEA": _shift_add, "SHF": _shift,
+    "IMNMX VIMNMX VIADDMNMX": _minimum, "SGXT": _extend, "PRMT": _permute, "LOP3": _logic,
+    "PLOP3": _predicate_logic, "ISETP FSETP": _compare, "SEL FSEL": _select,
+    "P2R P2UR": _predicates_to_register, "R2P R2UP": _register_to_predicates, "F2I": _to_integer,
+    "I2F I2FP": _to_float, "VOTE VOTEU": _vote, "SHFL": _shuffle, "R2UR": _to_uniform,
+    "BAR UCGABAR_WAIT": asynchronous.barrier, "SYNCS": asynchronous.mbarrier,
+    "UTMALDG UTMASTG UTMAREDG UBLKCP": asynchronous.copy_tile, "STAS": asynchronous.store_remote,
+    " ".join(decode.PRODUCTS): asynchronous.product, "WARPGROUP": asynchronous.await_products,
+    "USETMAXREG": asynchronous.move_registers, "ELECT": asynchronous.elect,
+    "MOV MOV32I": lambda blocks, one: blocks.read(one.operands[1]), "EXIT": asynchronous.end,
+    "S2R S2UR": lambda blocks, one: blocks.special.get(one.operands[1], 0),
     "IABS": lambda blocks, one: abs(_signed(blocks.read(one.operands[1]))),
     "FLO": lambda blocks, one: np.frexp(blocks.read(one.operands[1]))[1].astype(np.int64) - 1,
     "POPC": lambda blocks, one: sum(blocks.read(one.operands[1]) >> i & 1 for i in range(32)),
     "FCHK": lambda blocks, one: blocks.write(one.operands[0], False),
 }  # fmt: skip
+_OPERATIONS = {name: run for names, run in _OPERATIONS_BY_NAMES.items() for name in names.split()}
 _DOUBLE = re.compile(r"D(ADD|MUL|FMA|MNMX|SETP|MMA)")
 _UNKNOWN_BRANCH = re.compile(r"BRXU?|JMPU?|JMXU?|RPCMOV")
 

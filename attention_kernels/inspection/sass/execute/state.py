@@ -77,6 +77,8 @@ class Blocks:
     """Indices of the blocks in the grid."""
     words: Mapping[int, int] = field(default_factory=dict)
     """What loads of 32 bits return, by terabyte of their address; elsewhere they return zero."""
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    """Blocks of a cluster, by axis. All take themselves for the first."""
     issued: list[Issue] = field(default_factory=list)
     """Instructions executed so far."""
 
@@ -102,7 +104,8 @@ class Blocks:
         self.moves: Counter[int] = Counter()  # of registers, by warp
         self.done: Mask = at >= threads  # lanes that have ended
         self.mask = ~self.done  # the lanes in which the current instruction takes effect
-        self.seen: list[set[int]] = [set() for _ in self.indices]  # sectors seen, by block
+        # The sectors that each block has seen, and how much had been executed then.
+        self.seen: list[dict[int, int]] = [{} for _ in self.indices]
         self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
         # Tensor maps that a kernel makes, and parts of a queue, pass through shared memory.
         self.keeps_shared = any(one.base == "UTMACCTL" or one.takes_part for one in self.code)
@@ -111,7 +114,7 @@ class Blocks:
         # The registers with which lanes took a branch, by its index and these lanes.
         self.branched: dict[tuple[int, bytes], int] = {}
         self.waits = False  # whether they wait for other blocks, which are taken to be as far
-        self.has_cluster = any(one.base == "UCGABAR_WAIT" for one in self.code)
+        self.has_cluster = any(one.base == "UCGABAR_ARV" for one in self.code)
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
@@ -249,7 +252,7 @@ class Blocks:
             misses[warp] = len(new)
             if new and one.base not in STORES:
                 self.fetched[new[0] >> 35] += len(new)
-            seen.update(touched)
+            seen |= dict.fromkeys(new, len(self.issued))
 
 
 def _wavefronts(relative: Values, size: int, merges: bool) -> int:

@@ -55,31 +55,23 @@ class Work:
 
 # ---- One block -----------------------------------------------------------------------------------
 
+_TILES = "UTMALDG UTMASTG UTMAREDG UBLKCP"
 PIPES = {
-    "fma": ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"),
-    "multiply": ("IMAD", "HADD2.F32"),  # the latter converts, at half the rate of other HADD2
-    "special": ("MUFU", "I2F", "F2I", "FRND", "F2F"),
-    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "SYNCS", "STAS"),
-    "global": ("LDG", "STG", "LDGSTS", "LD", "ST", "RED", "ATOM", "ATOMG", "LDL", "STL"),
-    "shuffle": ("SHFL",),
-    "tensor": ("HMMA", "IMMA"),
-    "warpgroup": PRODUCTS,
-    "tile": ("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP"),
-    "constant": ("LDC", "ULDC", "S2R"),
-    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "BAR", "NOP", "WARPSYNC", "BREAK", "DEPBAR",
-                "WARPGROUP", "USETMAXREG", "ELECT"),
+    "fma": "FFMA FMUL FADD HFMA2 HADD2 HMUL2", "special": "MUFU I2F F2I FRND F2F",
+    "multiply": "IMAD HADD2.F32",  # the latter converts, at half the rate of other HADD2
+    "shared": "LDS STS LDSM STSM ATOMS SYNCS STAS", "shuffle": "SHFL", "tensor": "HMMA IMMA",
+    "global": "LDG STG LDGSTS LD ST RED ATOM ATOMG LDL STL", "constant": "LDC ULDC S2R",
+    "warpgroup": " ".join(PRODUCTS), "tile": _TILES,
+    "control": "BRA BSSY BSYNC EXIT BAR NOP WARPSYNC BREAK DEPBAR WARPGROUP USETMAXREG ELECT",
 }  # fmt: skip
-_PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
-_WAVEFRONTS = {
-    **dict.fromkeys(("STS", "STSM", "STAS"), "stores"), "LDGSTS": "copies",
-    **dict.fromkeys(PIPES["tile"], "tiles"),
-}  # fmt: skip
-_UNIFORM = ("S2UR", "R2UR", "VOTEU")
+_PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
+_WAVEFRONTS = dict.fromkeys(("STS", "STSM", "STAS"), "stores") | {"LDGSTS": "copies"}
+_WAVEFRONTS |= dict.fromkeys(_TILES.split(), "tiles")
 
 
 def pipe_of(one: Instruction) -> str:
     """Return the pipe that executes an instruction: one of PIPES, "uniform" or "integer"."""
-    other = "uniform" if one.base[0] == "U" or one.base in _UNIFORM else "integer"
+    other = "uniform" if one.base[0] == "U" or one.base in ("S2UR", "R2UR", "VOTEU") else "integer"
     return _PIPE_OF.get(one.name, _PIPE_OF.get(one.base, other))
 
 
@@ -163,6 +155,8 @@ class Line:
     """Indices of the instructions that were executed."""
     waits: bool = False
     """Whether blocks wait for other blocks, which are taken to have come as far."""
+    distinct: float = 1.0
+    """Share of a block's sectors that L2 delivers to no other block at the same time."""
     taken: int = 0
     """How often a block asks a queue for its next part; the last time it gets none."""
 
@@ -217,9 +211,9 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     if program.heads_first:
         _, y, z = launch.grid
         axes = [1, 2] if are_alike and (y, z) != (1, 1) else [0, 1, 2]
-        is_linear = y > 1 and z == 1 and are_alike
+        is_linear, distinct = y > 1 and z == 1 and are_alike, 1.0
     else:
-        axes, is_linear = axes_of(program, launch)
+        axes, is_linear, distinct = axes_of(program, launch)
     places = _places(launch.grid, axes)
     length, first = len(places), None
     alike = math.prod(launch.grid[: min(axes)])
@@ -265,7 +259,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     fetched = blocks.fetched.total()
     inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
     executed, taken = frozenset(issue.index for issue in blocks.issued), int(blocks.taken.max())
-    how = inputs, alike, repeats, first, executed, blocks.waits, taken
+    how = inputs, alike, repeats, first, executed, blocks.waits, distinct, taken
     return Line(length, samples, works, *how)
 
 
@@ -275,31 +269,47 @@ def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
     return [(i, j, k) for k in z for j in y for i in x]
 
 
-def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool]:
-    """Return the axes of a grid along which blocks differ, and whether their work is linear there.
+def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool, float]:
+    """Return the axes of a grid along which blocks differ, whether their work is linear there, and
+    the share of a block's sectors that no other block requests at the same time.
 
-    The last block of an axis may be partial, so it does not count. Work is linear along one axis,
-    unless the blocks of a cluster divide its work, or take it from a queue.
+    The last block of an axis may be partial, so it does not count. Blocks may differ along one axis
+    only where another begins: where the first keys are masked, no split of the others has any. Work
+    is linear along one axis, unless the blocks of a cluster divide its work, or take it from a
+    queue.
     """
     grid = launch.grid
     at = [[n * part // 4 for part in range(3)] for n in grid]
-    middle = [2, 2, 2]
-    parts = [(*middle[:axis], part, *middle[axis + 1 :]) for axis in range(3) for part in range(3)]
+    lines = [(rest, axis) for rest in ([2] * 3, [0] * 3) for axis in range(3)]
+    parts = [(*rest[:axis], part, *rest[axis + 1 :]) for rest, axis in lines for part in range(3)]
     probes: list[Triple] = [(at[0][i], at[1][j], at[2][k]) for i, j, k in parts]
     blocks = run_blocks(program, launch, probes)
-    counts = counts_of(blocks)
-    issued = [[one["issue"] for one in counts[axis * 3 : axis * 3 + 3]] for axis in range(3)]
-    differ = [
-        axis for axis, (start, _, half) in enumerate(issued) if abs(half - start) > 0.001 * half
-    ]
+    found = [one["issue"] for one in counts_of(blocks)]
+    issued = [found[first : first + 3] for first in range(0, len(found), 3)]
+    unlike = (abs(half - start) > 0.001 * half for start, _, half in issued)
+    differ = sorted({axis for (_, axis), differs in zip(lines, unlike, strict=True) if differs})
     is_regular = not blocks.has_cluster and not blocks.taken.any()
+    # All blocks of a cluster take themselves for its first: what the others request is not known.
+    running = 1 if blocks.has_cluster else program.gpu.multiprocessors
+    distinct = _distinct(blocks, launch.grid, running)
     if len(differ) != 1:
         longest = max(range(3), key=lambda axis: grid[axis])
-        return differ or [longest], not differ and is_regular
+        return differ or [longest], not differ and is_regular, distinct
     (axis,) = differ
     start, between, half = issued[axis]
     expected = start + (half - start) * at[axis][1] / (at[axis][2] or 1)
-    return differ, abs(expected - between) < _LINEAR * half and is_regular
+    return differ, abs(expected - between) < _LINEAR * half and is_regular, distinct
+
+
+def _distinct(blocks: Blocks, grid: Triple, running: int) -> float:
+    """Return the share of sectors that remains if those requested at the same time count once.
+
+    blocks: lines along each axis whose third block is the same. running: blocks at a time.
+    """
+    together = np.minimum(grid, np.maximum(1, running // np.cumprod([1, *grid[:2]])))
+    mine, neighbors = blocks.seen[2].items(), blocks.seen[1:9:3]
+    alike = [[one.get(sector) == when for one in neighbors] for sector, when in mine]
+    return float(np.mean(1 / np.where(alike, together, 1).prod(1))) if mine else 1.0
 
 
 def _ends(length: int, uses_warpgroups: bool) -> set[int]:
@@ -319,6 +329,7 @@ def _spread(count: int, length: int) -> list[int]:
 
 
 def _scattered(count: int, length: int) -> list[int]:
-    """Return `count` positions without a period, which could be that of the grid."""
+    """Return `count` positions without a period, which could be that of the grid, or all."""
     golden = (5**0.5 - 1) / 2
-    return [*dict.fromkeys(int(length * (i * golden % 1)) for i in range(count))]
+    some = dict.fromkeys(int(length * (i * golden % 1)) for i in range(count))
+    return [*some] if count < length else [*range(length)]

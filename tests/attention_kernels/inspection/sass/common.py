@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from typing import Any
 
 import pytest
 
@@ -55,9 +56,9 @@ def instructions(code: str) -> list[Instruction]:
 
 
 def executed(
-    code: str = CODE, words: dict[int, int] | None = None, constants: bytes = LOOPS
+    code: str = CODE, words: dict[int, int] | None = None, constants: bytes = LOOPS, **more: Any
 ) -> Blocks:
     """Execute the code in a block of two warps; words: what its loads return."""
-    blocks = Blocks(instructions(code), constants, (64, 1, 1), [(0, 0, 0)], words or {})
+    blocks = Blocks(instructions(code), constants, (64, 1, 1), [(0, 0, 0)], words or {}, **more)
     execution.run(blocks, 1000)
     return blocks

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from attention_kernels.inspection.resources import HOPPER_PARAMETERS
 from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import SassError
 from attention_kernels.inspection.sass.execute import work
@@ -31,12 +32,10 @@ def executed(text=TEXT, *, rows=1 << 20, tensor=b"") -> tuple[Blocks, work.Work]
     words = (TENSOR, *sizes, *strides, 64, 1, 64, 1, 1, 2, 3)
     tensor = tensor or struct.pack("<Q5q5q5i2i", *words).ljust(128, b"\0")
     given = tensor + struct.pack("<QQi", ROW, OUT, TILES)
-    bank = struct.pack("<Q", BANK_ADDRESS).rjust(0x1A0 - 12, b"\0").ljust(0x280 - 12, b"\0")
-    code, constants = (
-        decode.parse(text)["kernel"],
-        struct.pack("<III", 32 * WARPS, 1, 1) + bank + given,
-    )
-    blocks = Blocks(code, constants + bank + given, (32 * WARPS, 1, 1), [(0, 0, 0)])
+    places = BANK_ADDRESS, BANK_ADDRESS + HOPPER_PARAMETERS
+    constants = struct.pack("<I188xQ208xQ224x", 32 * WARPS, *places) + given
+    code = decode.parse(text)["kernel"]
+    blocks = Blocks(code, constants, (32 * WARPS, 1, 1), [(0, 0, 0)])
     run(blocks, 100_000)
     (counts,) = work.counts_of(blocks)
     return blocks, work.work_of(blocks, 0, counts)
@@ -83,10 +82,19 @@ def test_a_map_that_the_driver_has_encoded_is_read():
 
 
 def test_a_block_of_a_cluster_waits_in_vain_for_others_only_here():
-    text = re.sub(r"SYNCS\.ARRIVE\.TRANS64\.A1T0 [^;]*", "UCGABAR_WAIT ", TEXT)
+    text = re.sub(r"SYNCS\.ARRIVE\.TRANS64\.A1T0 [^;]*", "UCGABAR_ARV ", TEXT)
     text = text.replace("/*0170*/ NOP ", "/*0170*/ STAS [R8.64+0x10], R3 ")
     blocks, one = executed(text)
     assert (blocks.waits, one.counts["tiles"]) == (True, TILES * (64 + 2))
+
+
+def test_a_copy_to_two_blocks_of_a_cluster_comes_from_both():
+    """As in cuBLAS, whose code finds its tensor maps from the bank's beginning on."""
+    tensor, *_ = decode.pack(["bf16[9999x1x64/32x1x64]"], [(0, 128)], "f")
+    text = TEXT.replace("4D [UR8], [UR16] ", "4D.MULTICAST [UR8], [UR16], 0x30000 ")
+    text = text.replace("c[0x0][0x198]", "c[0x0][0xc0]").replace("UR14, 0x70,", "UR14, 0x280,")
+    blocks, one = executed(text, tensor=tensor)
+    assert (blocks.fetched[8], one.counts["tiles"]) == (TILES * 32 * 4, TILES * (64 + 2))
 
 
 def test_rows_out_of_bounds_are_not_fetched():

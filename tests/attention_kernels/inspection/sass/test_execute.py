@@ -8,13 +8,14 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.execute.instructions import assumed, run
-from attention_kernels.inspection.sass.execute.state import Blocks
+from attention_kernels.inspection.sass.execute.state import Blocks, Mbarrier
 from attention_kernels.ladder import build, compilers
 from attention_kernels.ladder.header import CSRC
 from tests.attention_kernels.inspection.sass.common import CODE, executed
@@ -116,9 +117,9 @@ def test_an_operation_computes_what_the_source_says(arch, expected):
         assert done.memory[OUT + 8 * at] == word, (operations[at // 64], at % 64)
 
 
-def ran(*lines: str, constants: bytes = b"") -> Blocks:
+def ran(*lines: str, constants: bytes = b"", **more: Any) -> Blocks:
     """Run instructions of two warps, such as "S2R R4, SR_TID.X"."""
-    return executed("\n".join([*lines, "EXIT"]), constants=constants)
+    return executed("\n".join([*lines, "EXIT"]), constants=constants, **more)
 
 
 def test_spilled_registers_are_restored():
@@ -140,13 +141,25 @@ def test_a_tensor_map_that_a_kernel_makes_is_copied_from_shared_memory():
     assert (blocks.values[6] == np.arange(64)).all()
 
 
-def test_blocks_take_the_parts_of_a_queue_in_turn():
+def test_blocks_or_clusters_take_the_parts_of_a_queue_in_turn():
     """The first of 4 blocks asks twice, each time by the last lane of a warp."""
     take = [f"@P1 ATOMG.E.ADD.STRONG.GPU PT, R{to}, [R8.64], R5" for to in (6, 7)]
     code = "S2R R4, SR_LTMASK", "FLO.U32 R5, R4", "ISETP.EQ.AND P1, PT, R5, 0x1e, PT"
-    blocks = ran(*code, *take, constants=struct.pack("<6I", 64, 1, 1, 4, 1, 1))
-    assert blocks.values[[6, 7]][:, [30, 31]].tolist() == [[0, 0], [0, 4]]
+    for size in (1, 2):
+        sizes = struct.pack("<6I", 64, 1, 1, 4, 1, 1)
+        blocks = ran(*code, *take, constants=sizes, cluster=(size, 1, 1))
+        assert blocks.values[[6, 7]][:, [30, 31]].tolist() == [[0, 0], [0, 4 // size]]
     assert assumed(blocks.code) == ["ATOMG.E.ADD.STRONG.GPU returns the next block's number"]
+
+
+def test_a_barrier_may_begin_with_a_phase_complete():
+    """A thread arrives there, and at the barrier of another block, for which it has words."""
+    word = "MOV R6, 0x1ffffe", "MOV R7, 0xfffff800", "SYNCS.EXCH.64 URZ, [UR4], R6"
+    test = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], RZ", "MOV R8, 0x1000000"
+    come = "SYNCS.ARRIVE.TRANS64 RZ, [UR4], RZ", "SYNCS.ARRIVE.TRANS64 RZ, [R8], R6"
+    leave = "S2R R4, SR_TID.X", "ISETP.NE.AND P1, PT, R4, RZ, PT", "@P1 EXIT"
+    blocks = ran(*leave, *word, *test, *come)
+    assert blocks.mbarriers == {(0, 0): Mbarrier(1, 1, phase=2)}
 
 
 def test_predicates_are_packed_into_a_register_and_back():
@@ -158,11 +171,14 @@ def test_predicates_are_packed_into_a_register_and_back():
     FSEL R7, R4, RZ, !P2
     VOTEU.ANY UR8, UP0, P1
     UP2UR UR10, UPR, URZ, 0x1
-    R2UR UR9, R4"""  # P0 and P2 are bits 0 and 2 of the thread; UR9 that of the warp's first lane
+    R2UR UR9, R4
+    UIADD3.64 UR12, UR8, -0x1, URZ"""
+    # P0 and P2 are bits 0 and 2 of the thread; UR9 that of the warp's first lane
     blocks = ran(*code.split("\n"))
     t = np.arange(64)
     expected = {6: 0xFF80 + (t & 1) + 2 * (t > 31) + (t & 4), 7: np.where(t & 4, 0, t)}
     expected |= {264: np.where(t > 31, WORD, 0), 265: t // 32 * 32, 266: t > 31}
+    expected |= {268: WORD - (t > 31), 269: np.where(t > 31, 32, WORD)}
     for row, values in expected.items():
         assert (blocks.values[row] == values).all(), row
 
@@ -184,13 +200,11 @@ def test_a_request_to_shared_memory_costs_its_wavefronts(instruction, stride, wa
     ("instruction", "stride", "lines", "misses"),
     [
         ("LDG.E R8, [R6.64]", 4, 1, [4, 0]),  # the second warp finds the sectors of the first
-        ("LDG.E.128.CONSTANT R8, [R6.64]", 16, 4, [16, 0]),
-        ("STG.E [R6.64], R8", 4, 1, [4, 4]),
-        ("STG.E.128 [R6.64], R8", 512, 32, [32, 32]),
+        ("LDG.E.128.CONSTANT R8, [R6.64]", 16, 4, [16, 0]), ("STG.E [R6.64], R8", 4, 1, [4, 4]),
+        ("STG.E.128 [R6.64], R8", 512, 32, [32, 32]), ("RED.E.ADD [R6.64], R8", 4, 1, [4, 4]),
         ("LDGSTS.E.BYPASS.128 [R5], [R6.64]", 16, 4, [16, 0]),
-        ("RED.E.ADD [R6.64], R8", 4, 1, [4, 4]),
     ],
-)
+)  # fmt: skip
 def test_a_request_to_global_memory_costs_its_lines_and_sectors(instruction, stride, lines, misses):
     blocks = ran("S2R R4, SR_LANEID", f"IMAD.WIDE R6, R4, {stride:#x}, RZ", instruction)
     assert blocks.issued[2].request[1:].tolist() == [[lines] * 2, misses]

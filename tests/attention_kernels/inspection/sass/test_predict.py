@@ -45,6 +45,12 @@ def test_a_last_wave_takes_as_long_as_the_others(blocks, waves):
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
 
 
+def test_multiprocessors_that_get_room_together_take_turns():
+    line = Line(1, {0: Counter(issue=40)}, [], alike=5 * 132)
+    end, _ = finish(line, H200, 1.0, [2.0] * 4, 0.0)
+    assert end == pytest.approx(40 * 2.0 + 40)  # then each has one block more
+
+
 def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
     """Pairs of blocks are alike with 32 queries per block and 64 keys per tile."""
     issued = [100 * (1 + at // 2) for at in range(32)]
@@ -93,11 +99,23 @@ def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, gri
     code = CODE.replace("IMAD.SHL.U32 R1, R0, 0x80, RZ", f"S2R R5, SR_CTAID.{axis}")
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
     program, launch = program_of(code.replace("c[0x0][0x18]", "R5")), launch_of(grid)
-    assert axes_of(program, launch)[0] == axes
+    found, _, distinct = axes_of(program, launch)
+    # All load the same word; the first 96 or so run on 132 multiprocessors at once.
+    assert (found, distinct) == (axes, pytest.approx(1 / 96))
     line, length = line_of(program, launch), grid[axes[0]]
     blocks = grid[0] * grid[1] * grid[2]
     assert line.totals()["global"] == sum(max(i, 1) for i in range(length)) * blocks / length
     assert (line.length, line.alike, line.alike * line.repeats * length) == (length, alike, blocks)
+
+
+def test_blocks_that_differ_along_one_axis_only_where_another_begins_are_counted():
+    """A block goes on if its split, y, is not beyond its row, x, as with a mask."""
+    code = "S2R R5, SR_CTAID.X\n" + CODE.replace("R0, 0x1f", "R0, R5").replace("0x50", "0x60")
+    code = code.replace("SR_TID.X", "SR_CTAID.Y").replace("[R1+UR4+0x10]", "[R2.64]")
+    program, grid = program_of(code.replace("LDS", "LDG").replace("[0x18]", "[0x10]")), (16, 4, 3)
+    assert axes_of(program, launch_of(grid))[:2] == ([0, 1], False)
+    busy = sum(x >= y for x in range(16) for y in range(4))
+    assert line_of(program, launch_of(grid)).totals()["global"] == busy * 3 * 2 * 4
 
 
 def l2_bytes(found):
@@ -134,7 +152,7 @@ def test_a_hopper_version_needs_its_products_and_its_tiles():
     version = ladder.versions()["HOPPER_VERSION_5"]
     found = predicted(version, seqlen=256, num_heads=2, is_causal=False)
     products = 2 * 2 * (2 * 192 * 256 * 64) * 2  # heads, blocks, FLOP of a product, products
-    clock_ghz = products / 4096 / 132 / found.needs_us["tensor cores"] / 1e3
+    clock_ghz = products / 4096 / 4 / found.needs_us["tensor cores"] / 1e3
     assert clock_ghz == pytest.approx(1.8, rel=0.01)  # as soon as there are products
     # Q once, K and V in each of two blocks, and O in stores of half sectors.
     size = l2_bytes(found) * clock_ghz / H200.clock_ghz
