@@ -35,7 +35,7 @@ for _folder in LADDERS:
     register_ladder(CSRC / _folder, name=_name, op_prefix="" if _folder == "fp32" else None)
 
 
-# The lengths up to which other versions are the fastest: see kernel-fp32, kernel-fp32-later,
+# The lengths up to which other versions are the fastest: see kernel-fp32, kernel-fp32-last,
 # kernel-fp32-128, kernel-shapes and kernel-fp16-later in results/.
 LENGTHS = SHORTEST, SHORTER, SHORT = 64, 128, 256
 
