@@ -792,8 +792,8 @@ void shared_copies(int share, int span, int skew) {
 
 template <bool kMultiplies, bool kLogics>
 void integers_in_turn(const char* name) {
-  for (int i = 0; i < 2; ++i) in_turn<kMultiplies, kLogics><<<1, 512>>>(cycles, 3);
-  report(std::string(name) + ", 4 warps per scheduler", fetch() / kChain / kChain / 4);
+  for (int i = 0; i < 2; ++i) in_turn<kMultiplies, kLogics><<<1, 128>>>(cycles, 3);
+  report(std::string(name) + ", 1 warp per scheduler", fetch() / kChain / kChain);
 }
 
 // Microseconds per launch in a graph, of all launches in it and all launches of it.
