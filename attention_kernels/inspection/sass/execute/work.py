@@ -180,11 +180,9 @@ class Line:
 
     def totals(self) -> defaultdict[str, float]:
         """Return the counts of the whole grid."""
-        found: defaultdict[str, float] = defaultdict(float)
-        for name in {*itertools.chain(*self.samples.values())}:
-            once = sum(self.value(position, name) for position in range(self.length))
-            found[name] = self.alike * self.repeats * once
-        return found
+        names = {*itertools.chain(*self.samples.values())}
+        once = {name: sum(self.value(at, name) for at in range(self.length)) for name in names}
+        return defaultdict(float, {name: self.alike * self.repeats * n for name, n in once.items()})
 
     @property
     def busy(self) -> int:
@@ -209,9 +207,8 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
         return blocks, dict(zip(chosen, counts_of(blocks), strict=True))
 
     if program.heads_first:
-        _, y, z = launch.grid
-        axes = [1, 2] if are_alike and (y, z) != (1, 1) else [0, 1, 2]
-        is_linear, distinct = y > 1 and z == 1 and are_alike, 1.0
+        axes = _axes_of_rows(program, launch) if are_alike else [0, 1, 2]
+        is_linear, distinct = axes == [1], 1.0
     else:
         axes, is_linear, distinct = axes_of(program, launch)
     places = _places(launch.grid, axes)
@@ -245,11 +242,7 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
             blocks, ran = run(_spread(count, length) if even else _scattered(count, length))
         samples = {at: ran[min(ran, key=lambda one: abs(one - at))] for at in range(length)}
     # A block without memory requests has no work. Time a few of the others.
-    numbers = {
-        number: counts
-        for number, (at, counts) in enumerate(ran.items())
-        if counts["misses"] and at in samples
-    }
+    numbers = {n: one for n, (at, one) in enumerate(ran.items()) if one["misses"] and at in samples}
     if not numbers and program.heads_first and alike > 1:
         return line_of(program, launch, are_alike=False)
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
@@ -267,6 +260,15 @@ def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
     """Return the blocks along some axes of a grid, in starting order."""
     x, y, z = (range(n) if axis in axes else range(1) for axis, n in enumerate(grid))
     return [(i, j, k) for k in z for j in y for i in x]
+
+
+def _axes_of_rows(program: Program, launch: Launch) -> list[int]:
+    """Return the axes along which blocks differ where the first is that of heads."""
+    _, y, z = launch.grid
+    if y > 1 and z > 1:  # if the last is that of groups of heads, these do the same
+        halves = run_blocks(program, launch, [(0, y // 2, 0), (0, y // 2, z // 2)])
+        return [1] if len({one["issue"] for one in counts_of(halves)}) == 1 else [1, 2]
+    return [1] if y > 1 else [1, 2] if z > 1 else [0, 1, 2]
 
 
 def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool, float]:
@@ -290,8 +292,7 @@ def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool, float]:
     differ = sorted({axis for (_, axis), differs in zip(lines, unlike, strict=True) if differs})
     is_regular = not blocks.has_cluster and not blocks.taken.any()
     # All blocks of a cluster take themselves for its first: what the others request is not known.
-    running = 1 if blocks.has_cluster else program.gpu.multiprocessors
-    distinct = _distinct(blocks, launch.grid, running)
+    distinct = _distinct(blocks, grid, 1 if blocks.has_cluster else program.gpu.multiprocessors)
     if len(differ) != 1:
         longest = max(range(3), key=lambda axis: grid[axis])
         return differ or [longest], not differ and is_regular, distinct

@@ -61,8 +61,9 @@ def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
     code = code.replace("MOV R2, RZ", "MOV R2, 0xffffffff")
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
     code = code.replace("c[0x0][0x18]", "R5")
-    line = line_of(program_of(code, heads_first=True), launch_of((4, 32, 1)))
-    assert line.totals()["global"] == 2 * 4 * sum(issued) / 100
+    for grid in ((4, 32, 1), (2, 32, 2)):  # the latter has groups of heads
+        line = line_of(program_of(code, heads_first=True), launch_of(grid))
+        assert (line.length, line.totals()["global"]) == (32, 2 * 4 * sum(issued) / 100)
 
 
 # Blocks with z > 0 end at once; the others load once for each index along y.
