@@ -75,9 +75,14 @@ def test_a_second_call_prepares_nothing_and_writes_the_same(engine, mode, drawn,
 @pytest.mark.parametrize("mode", MODES)
 def test_only_calls_of_the_same_shape_share_an_engine(mode, captured):
     model = random_model(CONFIG)
-    of_sampling = {"sampling": DRAWN}, {"sampling": Sampling(0.8, 50, 0.95)}
-    others = {"prompts": PROMPTS[:1]}, {"max_new_tokens": 20}, {"engine": "fused"}
-    shapes = {}, *of_sampling, *others
+    shapes = (
+        {},
+        {"prompts": PROMPTS[:1]},
+        {"max_new_tokens": 20},
+        {"sampling": DRAWN},
+        {"sampling": Sampling(0.8, 50, 0.95)},
+        {"engine": "fused"},
+    )
     for options in (*shapes, *shapes):
         wanted = call(model, mode=mode, **options | {"engine": "eager"})
         assert call(model, mode=mode, **options) == wanted
