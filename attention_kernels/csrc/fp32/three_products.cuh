@@ -536,7 +536,7 @@ inline __device__ void store_row(float* row, const float (&rO)[kCount], int i, i
 // Joins the parts of the same 64 rows that two warpgroups have computed, each from half of the keys: O
 // before the division and the rows' sums, relative to 2^row_max. The second warpgroup leaves its part in
 // shared memory, O in rows of kStride floats. The first adds it to its own and returns true: only that
-// one goes on. Where keys are divided, there are no turns, so no other uses the barrier.
+// one goes on. Warpgroups that divide the keys take no turns, so that barrier 3 is free.
 template <int kStride, int kCount>
 inline __device__ bool join_parts(float (&rO)[kCount], float (&row_sum)[2],
                                   const float (&row_max)[2], float* s_o, int warpgroup) {

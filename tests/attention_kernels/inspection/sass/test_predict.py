@@ -110,7 +110,7 @@ def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, gri
 
 
 def test_blocks_that_differ_along_one_axis_only_where_another_begins_are_counted():
-    """A block goes on if its split, y, is not beyond its row, x, as with a mask."""
+    """As with a mask, a block works only if its split of the keys, y, is not beyond its row, x."""
     code = "S2R R5, SR_CTAID.X\n" + CODE.replace("R0, 0x1f", "R0, R5").replace("0x50", "0x60")
     code = code.replace("SR_TID.X", "SR_CTAID.Y").replace("[R1+UR4+0x10]", "[R2.64]")
     program, grid = program_of(code.replace("LDS", "LDG").replace("[0x18]", "[0x10]")), (16, 4, 3)
