@@ -130,6 +130,7 @@ void CUPTIAPI on_event(void*, CUpti_CallbackDomain domain, CUpti_CallbackId id, 
       return;
     case CUPTI_DRIVER_TRACE_CBID_cuLaunchKernelEx:
     case CUPTI_DRIVER_TRACE_CBID_cuLaunchKernelEx_ptsz: {
+      if (!is_on) return;
       const auto& p = *static_cast<const cuLaunchKernelEx_params*>(given);
       const auto& c = *p.config;
       Launch launch{p.f,
@@ -144,7 +145,7 @@ void CUPTIAPI on_event(void*, CUpti_CallbackDomain domain, CUpti_CallbackId id, 
         const auto& [x, y, z] = c.attrs[i].value.clusterDim;
         launch.cluster[0] = x, launch.cluster[1] = y, launch.cluster[2] = z;
       }
-      if (is_on) save(launch);
+      save(launch);
       return;
     }
   }

@@ -54,7 +54,13 @@ inline __device__ void split(float x, float y, unsigned& hi, unsigned& lo) {
   lo = *reinterpret_cast<const unsigned*>(&lo2);
 }
 
-// The same with one TF32 number per word; TF32 ignores the low 13 bits of lo.
+// Splits four numbers, each times its scale.
+inline __device__ void split(float4 x, float4 scale, uint2& hi, uint2& lo) {
+  split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
+  split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
+}
+
+// Splits x into TF32 numbers, one per word; TF32 ignores the low 13 bits of lo.
 inline __device__ void split_tf32(float x, unsigned& hi, unsigned& lo) {
   hi = (__float_as_uint(x) + 0x1000) & ~0x1fffu;
   lo = __float_as_uint(x - __uint_as_float(hi));
@@ -195,8 +201,7 @@ inline __device__ void split_k(unsigned char* operand, float* scales,
     const int exponent = exponent_of(largest);
     const float scale = power_of_two(kTop - exponent);
     uint2 hi, lo;
-    split(x.x * scale, x.y * scale, hi.x, lo.x);
-    split(x.z * scale, x.w * scale, hi.y, lo.y);
+    split(x, make_float4(scale, scale, scale, scale), hi, lo);
     store_split<kHeadDim>(operand, r, k_column(d), hi.x, lo.x);
     store_split<kHeadDim>(operand, r, k_column(d + 2), hi.y, lo.y);
     if (d == 0) scales[r] = power_of_two(exponent - kTop);
@@ -229,10 +234,8 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
 #pragma unroll
   for (int i = 0; i < rows.kCount; ++i) {
     const int r = i * rows.kApart + 4 * threadIdx.x / kHeadDim;
-    const float4 x = rows.x[i];
     uint2 hi, lo;
-    split(x.x * scale.x, x.y * scale.y, hi.x, lo.x);
-    split(x.z * scale.z, x.w * scale.w, hi.y, lo.y);
+    split(rows.x[i], scale, hi, lo);
     store_split<kHeadDim>(operand, r, d, hi, lo);
   }
   if (4 * threadIdx.x / kHeadDim != 0) return;
@@ -536,7 +539,7 @@ inline __device__ void store_row(float* row, const float (&rO)[kCount], int i, i
 // Joins the parts of the same 64 rows that two warpgroups have computed, each from half of the keys: O
 // before the division and the rows' sums, relative to 2^row_max. The second warpgroup leaves its part in
 // shared memory, O in rows of kStride floats. The first adds it to its own and returns true: only that
-// one goes on. Warpgroups that divide the keys take no turns, so that barrier 3 is free.
+// one goes on. Warpgroups that divide the keys take no turns, so barrier 3 is free.
 template <int kStride, int kCount>
 inline __device__ bool join_parts(float (&rO)[kCount], float (&row_sum)[2],
                                   const float (&row_max)[2], float* s_o, int warpgroup) {
