@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -186,6 +187,17 @@ def version_file(name: str, text: str, everything: str = "") -> Path:
         scratch.write_text(text, "utf-8")
         scratch.replace(file)
     return file
+
+
+def python(
+    *words: str | Path, cwd: Path | None = None, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with this process's path, and with environment variables."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **settings}
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def usable(name: str, device: str) -> BackendSpec:

@@ -1,9 +1,12 @@
-"""The probe, C functions that use the emulator without a backend, and a Hopper GPU."""
+"""The probe, C functions that use the emulator without a backend, and a GPU's counters."""
 
 from __future__ import annotations
 
+import csv
 import ctypes
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +56,17 @@ def faulty_op(file: Path, build: str, prefix: str = "negative_") -> Callable[...
     if build == "races":
         version = header.race_checked(version)
     return load_op(version, "cpu", f"the kernel {file.name}")
+
+
+def profiled(options: str, code: str) -> list[dict[str, str]]:
+    """Return the rows that ncu (Nsight Compute) prints of a program, or skip without ncu."""
+    if not shutil.which("ncu"):
+        pytest.skip("ncu is not on PATH")
+    options += " --csv --clock-control none --print-units base --kernel-name-base mangled"
+    command = ["ncu", *options.split(), "-k", "regex:9attention", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [*csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"'))]
 
 
 def place_of(marker: str | int, file: Path = PROBE) -> str:

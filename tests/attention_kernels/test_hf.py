@@ -6,9 +6,6 @@ import copy
 import functools
 import itertools
 import logging
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from attention_kernels import BackendSpec, UnsupportedError, hf, register
 from attention_kernels.contract import Kernels
 from attention_kernels.judge.truth import naive_attention
-from tests.conftest import DEVICES, ROOT, usable
+from tests.conftest import DEVICES, python, usable
 
 LADDER, FLASH = "CUSTOM_CUDA_VERSION_15", "PYTORCH_SDPA_FLASH_ATTENTION"
 VOCABULARY, STEPS = 97, 3
@@ -107,8 +104,8 @@ assert not [spec.name for spec in attention_kernels.list_backends() if spec._ker
 assert not torch.cuda.is_initialized()
 """
     cache = tmp_path / "cache"
-    environment = {**os.environ, "ATTENTION_KERNELS_CACHE": str(cache)}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    done = python("-c", code, ATTENTION_KERNELS_CACHE=str(cache))
+    assert done.returncode == 0, done.stderr
     assert not cache.exists()
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import collections
-import csv
 import itertools
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ from attention_kernels import ladder
 from attention_kernels.inspection.accesses import count_accesses
 from attention_kernels.judge import suite
 from attention_kernels.ladder import entry, header
+from tests.attention_kernels.conftest import profiled
 from tests.attention_kernels.ladder.test_entry import ENTRIES
 from tests.attention_kernels.ladder.test_ptx import STRANGERS, VERSIONS
 
@@ -94,22 +91,15 @@ COUNTERS = {
     ],
 )
 def test_the_accesses_of_asm_are_those_that_a_profiler_counts(name, left_out):
-    if not shutil.which("ncu"):
-        pytest.skip("ncu is not on PATH")
     file = STRANGERS / f"{name}.cu"
     version = header.of_file(file)
     sums = collections.Counter[tuple[str, str]]()
     for access in count_accesses(version, head_dim=version.head_dims[0], num_heads=2):
         sums[access.memory, access.kind] += access.wavefronts + access.sectors
     wanted = {what: COUNTERS[what] for what in sums if what in COUNTERS and what not in left_out}
-    options = "--csv --clock-control none --print-units base --kernel-name-base mangled"
-    options += f" -k regex:9attention --metrics {','.join(itertools.chain(*wanted.values()))}"
-    command = ["ncu", *options.split(), sys.executable, "-c", LAUNCH.format(file=str(file))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"'))
     counted = collections.Counter[str]()
-    for row in rows:
+    metrics = f"--metrics {','.join(itertools.chain(*wanted.values()))}"
+    for row in profiled(metrics, LAUNCH.format(file=str(file))):
         counted[row["Metric Name"]] += int(row["Metric Value"].replace(",", ""))
     found = {what: sum(counted[x] for x in counters) for what, counters in wanted.items()}
     assert found == {what: sums[what] for what in found}

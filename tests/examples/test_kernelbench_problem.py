@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from scripts.size import code_lines
-from tests.conftest import SHORT_SUITE
+from tests.conftest import ROOT, SHORT_SUITE, python
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "kernelbench_problem"
 
 
@@ -38,11 +33,5 @@ def test_it_judges_a_submission(before, after, verdict, tmp_path):
     file.write_text(text.replace(before, after, 1), "utf-8")
     suite = SHORT_SUITE.replace("[:12]", "[:60]")  # it refuses most cases
     program = f"{suite}\nimport runpy\nrunpy.run_path({str(folder / 'harness.py')!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", program)
     assert re.fullmatch(verdict, done.stdout, re.DOTALL), done.stdout + done.stderr

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +17,7 @@ from attention_kernels.judge.suite import judged, run_check
 from attention_kernels.judge.timing import sets_of
 from attention_kernels.judge.truth import naive_attention
 from attention_kernels.judge.worker import RejectedTimeError, Runner, Timing
+from tests.attention_kernels.conftest import profiled
 from tests.attention_kernels.judge import cuda_cheats  # noqa: F401 - adds its rows
 from tests.attention_kernels.judge.cheats import CHEATS
 from tests.conftest import DEVICES, version_file
@@ -206,21 +203,14 @@ Runner(ladder.resolve({what!r}), "cuda").time(numbers.request(1, contiguous=Fals
 @pytest.mark.parametrize("is_cheat", [False, True])
 def test_no_call_finds_its_inputs_in_the_l2(is_cheat):
     """Each call reads its inputs from memory, except 64 bytes per row that the chain has read."""
-    if not shutil.which("ncu"):
-        pytest.skip("ncu is not on PATH")
     what, head_dim = "CUSTOM_CUDA_VERSION_15", 64
     if is_cheat:
         what, head_dim = str(version_file(f"v01_{PERSISTS.name}.cu", PERSISTS.source)), 32
     case = Case(1024, head_dim, num_heads=12)
-    options = "--csv --page raw --cache-control none --clock-control none --graph-profiling node"
-    options += " --kernel-name-base mangled -k regex:9attention --print-units base -c 200"
     counter = "dram__bytes_read.sum"
-    command = ["ncu", *options.split(), "--metrics", counter, sys.executable, "-c"]
-    command.append(ROTATES.format(what=what, head_dim=head_dim))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    read = [float(row[counter].replace(",", "")) for row in csv.DictReader(lines) if row["ID"]]
+    options = f"--page raw --cache-control none --graph-profiling node -c 200 --metrics {counter}"
+    rows = profiled(options, ROTATES.format(what=what, head_dim=head_dim))
+    read = [float(row[counter].replace(",", "")) for row in rows if row["ID"]]
     inputs = sum(x.nbytes for x in case.inputs("cpu"))
     touched = 64 * 1024 * 12
     # Persisting accesses end after the first call, which may allow them, and three untimed passes.

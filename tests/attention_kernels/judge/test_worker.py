@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 
 import msgspec
@@ -18,7 +16,7 @@ from attention_kernels.judge.inputs import Case
 from attention_kernels.judge.suite import judged, run_check, verify
 from attention_kernels.judge.worker import Worker
 from gpt2_infer.cli import main
-from tests.conftest import SHORT_SUITE
+from tests.conftest import SHORT_SUITE, python
 
 PLUGIN = """
 @register(
@@ -60,18 +58,6 @@ def short_cases(monkeypatch):
     cases = suite.cases_for
     monkeypatch.setattr(
         suite, "cases_for", lambda *a, **o: [case for case in cases(*a, **o) if case.seqlen < 8]
-    )
-
-
-def run(*arguments, folder):
-    """Run Python with this process's path in a folder."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
     )
 
 
@@ -124,7 +110,7 @@ def test_neither_a_script_nor_the_current_folder_is_imported_by_a_worker(tmp_pat
         (folder / f"{module}.py").write_text("open('imported', 'w')\nraise SystemExit(9)\n")
     verifies = VERIFIES.replace('strange"', 'NUMPY_BASIC", "--quick"')
     script.write_text(f"print('once')\n{verifies}")
-    done = run(script, folder=folder)
+    done = python(script, cwd=folder)
     assert not (folder / "imported").exists()
     assert "12 checks" in done.stdout, done.stderr
     assert done.stdout.count("once") == 1
@@ -164,7 +150,7 @@ def test_the_judge_imports_no_plug_in(plugin, tmp_path):
         f"NOTE = {note!r}\n{note}import statistics as real\n{left}"
         + PLUGIN.replace("WHAT", "pass").replace("LOADS", "")
     )
-    done = run("-c", f"import os; print('judge', os.getpid())\n{VERIFIES}", folder=tmp_path)
+    done = python("-c", f"import os; print('judge', os.getpid())\n{VERIFIES}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "STRANGE" in done.stdout
     assert " us (" in done.stdout

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -11,7 +9,7 @@ import pytest
 from gpt2_infer import RequestError
 from gpt2_infer.bench import environment
 from gpt2_infer.bench.record import SCHEMA, File, ResultsError, check_output, encode, read
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 from tests.gpt2_infer.bench.common import full_disk, kernels
 
 RESULTS = ROOT / "results"
@@ -105,10 +103,8 @@ def test_readers_of_results_import_neither_torch_nor_the_model():
         "print({'torch', 'transformers', 'gpt2_infer.model'} & {*sys.modules})"
     )
     file = min(RESULTS.glob("*generation-fp32.json"))
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "set()\n"
+    done = python("-c", code, file)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_the_schema_in_the_package_is_that_of_a_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import shlex
@@ -22,7 +21,7 @@ from attention_kernels.ladder.build import EMULATOR_WRAPS
 from gpt2_infer import export
 from gpt2_infer.cli import parse
 from gpt2_infer.errors import RequestError
-from tests.conftest import EXAMPLE, ROOT, SHORT_SUITE, on_every_device
+from tests.conftest import EXAMPLE, SHORT_SUITE, on_every_device, python
 from tests.gpt2_infer.cli.program import run
 from tests.gpt2_infer.cli.test_json import report_of
 
@@ -52,13 +51,9 @@ def exported(kernel: Path, out: Path) -> Path:
     return out
 
 
-def python(*words: str | Path, folder: Path | None = None, **settings: str) -> str:
-    """Run Python with this package, and return what it prints."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **settings}
-    command = [sys.executable, *words]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+def printed(*words: str | Path, cwd: Path | None = None, **settings: str) -> str:
+    """Run Python, and return what it prints."""
+    done = python(*words, cwd=cwd, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -142,10 +137,10 @@ def test_get_local_kernel_loads_a_build_which_passes_its_test_and_is_benchmarked
         pytest.skip(reason)
     folder = exported(kernel, tmp_path / "fast-rows")
     build_variant(folder, device)
-    shown = python("-m", "pytest", "-v", "-p", "no:cacheprovider", "tests", folder=folder)
+    shown = printed("-m", "pytest", "-v", "-p", "no:cacheprovider", "tests", cwd=folder)
     assert "8 passed" in shown
     pytest.importorskip("kernels.cli.benchmark", exc_type=ImportError)  # needs more packages
-    python("-c", BENCHMARK, folder)
+    printed("-c", BENCHMARK, folder)
 
 
 def test_kernel_builder_can_read_the_repository_of_a_version_with_any_name(kernel, tmp_path):
@@ -231,7 +226,7 @@ def test_the_whole_command(device, tmp_path):
         pytest.skip(reason)
     file = EXAMPLE / "v01_warp_per_row.cu"  # whose builds stay in the cache
     words = ["export", str(file), "--out", str(tmp_path / "fast-rows")]
-    python("-c", f"import sys\n{SHORT_SUITE}\n{BUSY}\nsys.exit(main({words}))", **settings)
+    printed("-c", f"import sys\n{SHORT_SUITE}\n{BUSY}\nsys.exit(main({words}))", **settings)
     text = (tmp_path / "fast-rows" / "README.md").read_text()
     assert "It passed 12 checks" in text
     for command in re.findall(r"^\$ gpt2-infer (.+)$", text, re.MULTILINE):

@@ -13,7 +13,7 @@ import torch
 from gpt2_infer.cli import COMMANDS, main
 from gpt2_infer.cli.options import see_only
 from gpt2_infer.errors import UnavailableDeviceError
-from tests.conftest import ROOT, rewrite
+from tests.conftest import ROOT, python, rewrite
 from tests.gpt2_infer.bench.common import full_disk
 from tests.gpt2_infer.cli.program import DEMO, run, unless
 
@@ -33,7 +33,7 @@ def test_help_needs_no_torch_and_lists_every_command():
         "status = [main([*words, '--help']) for words in [[], *([name] for name in COMMANDS)]]\n"
         "print(status, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python("-c", code)
     *helps, last = done.stdout.splitlines()
     assert last == f"{[0] * (len(COMMANDS) + 1)} False False"
     for name in COMMANDS:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import ROOT, needs_compiler
+from tests.conftest import needs_compiler, python
 from tests.gpt2_infer.cli.program import DEMO
 from tests.gpt2_infer.cli.test_verify import LAUNCH, RIGHT
 
@@ -25,9 +24,7 @@ raise SystemExit(watched(main))
 
 def run(*arguments: str) -> tuple[int, str]:
     """Return the exit status of a Python process, and the last line of standard error."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = python(*arguments)
     return done.returncode, (done.stderr.splitlines() or [""])[-1]
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from gpt2_infer.engines import fused
 from gpt2_infer.engines.fused import State, Step, StepShape
 from gpt2_infer.model import KVCache
 from tests import removal
-from tests.conftest import needs_flash_attention
+from tests.conftest import needs_flash_attention, python
 from tests.gpt2_infer.engines.common import SIZES, SMALL, published, random_model
 
 # An odd vocabulary, of which some warps compute two groups of rows, and a context of two splits.
@@ -356,6 +353,7 @@ def test_a_repeated_step_gives_the_same_bits(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(180)
 def test_steps_on_two_streams_do_not_wait_for_each_other():
     """The blocks of each wait for words without a limit, and both have no room at once."""
     program = f"""
@@ -363,5 +361,5 @@ import torch
 from {__name__} import repeat_steps
 repeat_steps(torch.bfloat16, [torch.cuda.Stream() for _ in range(2)], 10_000)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=180)
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
