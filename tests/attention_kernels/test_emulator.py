@@ -70,10 +70,13 @@ def test_an_endless_block_ends_in_its_time(spec, fault, threads, monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("TIMEOUT", "60 s"), ("ORDER", "shuffle:"), ("POISON", "xyz"), ("ARCH", "90a"),
+        ("TIMEOUT", "60 s"),
+        ("ORDER", "shuffle:"),
+        ("POISON", "xyz"),
+        ("ARCH", "90a"),
         ("MULTIPROCESSORS", "0"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_setting_is_reported_as_such(spec, variable, value, monkeypatch):
     """The message must not blame the head_dim; scratch_floats() divides by MULTIPROCESSORS."""
     monkeypatch.setenv(f"ATTENTION_EMULATOR_{variable}", value)

@@ -53,11 +53,15 @@ def test_the_defaults_on_cuda_are_ours_where_they_serve(
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("NAIVE%PYTORCH", "NAIVE_PYTORCH"), ("cudnn", "PYTORCH_SDPA_CUDNN_ATTENTION"),
-        ("nothing like it", None), ("", None), (None, None), (Path("v01_x.cu"), None),
+        ("NAIVE%PYTORCH", "NAIVE_PYTORCH"),
+        ("cudnn", "PYTORCH_SDPA_CUDNN_ATTENTION"),
+        ("nothing like it", None),
+        ("", None),
+        (None, None),
+        (Path("v01_x.cu"), None),
         pytest.param("CUSTOM_CUDA_" * 17_000, None, id="long"),  # to compare it would take seconds
     ],
-)  # fmt: skip
+)
 def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
     assert get_backend("naive-pytorch") is get_backend("NAIVE_PYTORCH")
     for find in get_backend, ladder.resolve:
@@ -71,12 +75,17 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "lower"}, {"name": "A-DASH"}, {"precisions": {}},
+        {"name": "lower"},
+        {"name": "A-DASH"},
+        {"precisions": {}},
         {"precisions": {"bfloat16": "tf32"}},  # whose budgets zeros would meet
-        {"head_dims": (64, 0)}, {"head_dims": (10**12,)}, {"device_types": ("tpu",)},
-        {"error_slack": 5}, {"error_slack": 2, "precisions": {"float32": "tf32"}},
+        {"head_dims": (64, 0)},
+        {"head_dims": (10**12,)},
+        {"device_types": ("tpu",)},
+        {"error_slack": 5},
+        {"error_slack": 2, "precisions": {"float32": "tf32"}},
     ],
-)  # fmt: skip
+)
 def test_invalid_fields_are_refused(change):
     with pytest.raises(ValueError, match=r" must be "):
         register(**{"name": "TEST_INVALID", **FIELDS, **change})(Kernels)

@@ -82,16 +82,18 @@ def test_ptxas_is_read():
 @pytest.mark.parametrize(
     ("arch", "threads", "registers", "shared", "expected"),
     [
-        ("90", 256, 32, 0, (8, "warps")), ("90", 32, 32, 0, (32, "blocks")),
+        ("90", 256, 32, 0, (8, "warps")),
+        ("90", 32, 32, 0, (32, "blocks")),
         ("90", 128, 255, 0, (2, "registers")),
         ("90", 128, 33, 0, (12, "registers")),  # rounded up to 40 registers
         ("90", 32, 96, 0, (20, "registers")),  # 5 warps fit in each of four parts
         ("90", 128, 16, 100 * 1024, (2, "shared memory")),
-        ("90", 128, 16, 228 * 1024, (0, "shared memory")), ("75", 1024, 64, 1 << 16, (1, "warps")),
+        ("90", 128, 16, 228 * 1024, (0, "shared memory")),
+        ("75", 1024, 64, 1 << 16, (1, "warps")),
         ("86", 128, 16, 49 * 1024, (2, "shared memory")),
         ("80", 128, 16, 82 * 1024, (1, "shared memory")),
     ],
-)  # fmt: skip
+)
 def test_occupancy(arch, threads, registers, shared, expected):
     assert resources.resident_blocks(arch, threads, registers, shared) == expected
 

@@ -211,12 +211,15 @@ def test_large_inputs_are_judged_in_parts(limit, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "budget", "row_error", "nearness", "status"),
     [
-        (1.0, 2.0, 0.0, 0.5, "passed"), (1.0, 2.0, 0.9, 0.9, "borderline"),
-        (4.0, 2.0, 0.0, 2.0, "failed"), (1.0, 2.0, 3.0, 3.0, "failed"),
-        (0.0, 0.0, 0.0, math.inf, "failed"), (1.0, math.nan, 0.0, math.inf, "failed"),
+        (1.0, 2.0, 0.0, 0.5, "passed"),
+        (1.0, 2.0, 0.9, 0.9, "borderline"),
+        (4.0, 2.0, 0.0, 2.0, "failed"),
+        (1.0, 2.0, 3.0, 3.0, "failed"),
+        (0.0, 0.0, 0.0, math.inf, "failed"),
+        (1.0, math.nan, 0.0, math.inf, "failed"),
         (math.nan, 1.0, 0.0, math.inf, "failed"),
     ],
-)  # fmt: skip
+)
 def test_how_near_an_error_is_to_its_budget(error, budget, row_error, nearness, status):
     verdict = Verdict(error, budget, 0.0, row_error=row_error, row_budget=1.0)
     assert (verdict.nearness, verdict.status) == (nearness, status)

@@ -367,11 +367,14 @@ def test_what_is_not_taken_is_an_error_of_the_build_with_its_line(tmp_path, text
 FAULTS = [
     ("ld.shared.u32 %0, [%1];", '"r"(at + (1 << 20))', "address is not in shared memory"),
     ("ld.global.v2.f32 {%0, _}, [%1];", '"l"(memory + 1)', "misaligned"),
-    ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 %0, [%1];", '"r"(at + 2)',
-     "ldmatrix() at {}: a row does not begin at a multiple of 16 bytes"),
+    (
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b16 %0, [%1];",
+        '"r"(at + 2)',
+        "ldmatrix() at {}: a row does not begin at a multiple of 16 bytes",
+    ),
     ("mbarrier.arrive.shared.b64 _, [%1];", '"r"(at_barrier)', "barrier_arrive() at {}"),
     ("trap;", "", "__trap() at {}"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "inputs", "told"), FAULTS)
@@ -521,7 +524,7 @@ MAP = """
 
 
 CALLS = [
-    'max(2, 3u) == 3 && abs(-2.5f) == 2.5f && !signbit(1.0f) && isinf(-INFINITY)',
+    "max(2, 3u) == 3 && abs(-2.5f) == 2.5f && !signbit(1.0f) && isinf(-INFINITY)",
     "CUDART_L2E_F > 1.44f && CUDART_MAX_NORMAL_F == FLT_MAX",
     "__float2int_rd(-2.1f) == -3 && __float2int_ru(2.1f) == 3 && __float2uint_rn(3.5f) == 4",
     "__float2uint_rz(3.9f) == 3 && __uint2float_rn(7) == 7 && __double2float_rn(1.5) == 1.5f",
@@ -538,7 +541,7 @@ CALLS = [
     "cub::Max()(1, 2) == cuda::maximum<>{}(1, 2)",
     "cuda::std::numeric_limits<float>::max() == FLT_MAX",
     "block_sum(1.0f) == 32",
-]  # fmt: skip
+]
 BLOCK_SUM = """
 template <typename T> __device__ __noinline__ T block_sum(T x) {
   static __shared__ T part[4];

@@ -22,8 +22,15 @@ def test_totals_are_sums_except_for_ways():
     ]
     found = counting.totals(counted)
     assert {name: value for name, value in found.items() if value} == {
-        "shared_load_requests": 15, "shared_load_conflicts": 32, "shared_load_ways": 32,
-        "global_load_requests": 2, "global_load_sectors": 64, "global_load_fewest_sectors": 8,
-        "tma_load_requests": 3, "tma_load_bytes": 12, "tma_load_sectors": 7,
-        "wgmma_requests": 5, "wgmma_wavefronts": 20,
-    }  # fmt: skip
+        "shared_load_requests": 15,
+        "shared_load_conflicts": 32,
+        "shared_load_ways": 32,
+        "global_load_requests": 2,
+        "global_load_sectors": 64,
+        "global_load_fewest_sectors": 8,
+        "tma_load_requests": 3,
+        "tma_load_bytes": 12,
+        "tma_load_sectors": 7,
+        "wgmma_requests": 5,
+        "wgmma_wavefronts": 20,
+    }

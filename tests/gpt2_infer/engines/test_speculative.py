@@ -185,11 +185,14 @@ def test_a_text_knows_whether_it_repeats():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"guesses": 2}, "1, 3 or 7 guesses"), ({"mode": "recompute"}, "a KV cache"),
-        ({"sampling": Sampling(0.7)}, "greedy sampling"), ({"engine": "graph"}, "the fused engine"),
-        ({"prompts": [[1], [2]]}, "a single prompt"), ({}, "it needs a CUDA device"),
+        ({"guesses": 2}, "1, 3 or 7 guesses"),
+        ({"mode": "recompute"}, "a KV cache"),
+        ({"sampling": Sampling(0.7)}, "greedy sampling"),
+        ({"engine": "graph"}, "the fused engine"),
+        ({"prompts": [[1], [2]]}, "a single prompt"),
+        ({}, "it needs a CUDA device"),
     ],
-)  # fmt: skip
+)
 def test_what_guesses_need(options, reason):
     options = {"prompts": [[1]], "guesses": 3, "mode": "kv-cache"} | options
     with pytest.raises(RequestError, match=reason):

@@ -186,11 +186,16 @@ def test_predicates_are_packed_into_a_register_and_back():
 @pytest.mark.parametrize(
     ("instruction", "stride", "wavefronts"),
     [
-        ("LDS R8, [R5]", 4, 1), ("LDS R8, [R5]", 128, 32), ("LDS.128 R8, [R5]", 16, 4),
-        ("LDS.128 R8, [R5]", 32, 8), ("STS.128 [R5], R8", 144, 4), ("ATOMS.ADD RZ, [R5], R8", 8, 2),
-        ("LDSM.16.M88.4 R8, [R5]", 128, 32), ("LDGSTS.E.BYPASS.128 [R5], [R6.64]", 16, 4),
+        ("LDS R8, [R5]", 4, 1),
+        ("LDS R8, [R5]", 128, 32),
+        ("LDS.128 R8, [R5]", 16, 4),
+        ("LDS.128 R8, [R5]", 32, 8),
+        ("STS.128 [R5], R8", 144, 4),
+        ("ATOMS.ADD RZ, [R5], R8", 8, 2),
+        ("LDSM.16.M88.4 R8, [R5]", 128, 32),
+        ("LDGSTS.E.BYPASS.128 [R5], [R6.64]", 16, 4),
     ],
-)  # fmt: skip
+)
 def test_a_request_to_shared_memory_costs_its_wavefronts(instruction, stride, wavefronts):
     blocks = ran("S2R R4, SR_LANEID", f"IMAD R5, R4, {stride:#x}, RZ", instruction)
     assert blocks.issued[2].request[0].tolist() == [wavefronts] * 2
@@ -200,11 +205,13 @@ def test_a_request_to_shared_memory_costs_its_wavefronts(instruction, stride, wa
     ("instruction", "stride", "lines", "misses"),
     [
         ("LDG.E R8, [R6.64]", 4, 1, [4, 0]),  # the second warp finds the sectors of the first
-        ("LDG.E.128.CONSTANT R8, [R6.64]", 16, 4, [16, 0]), ("STG.E [R6.64], R8", 4, 1, [4, 4]),
-        ("STG.E.128 [R6.64], R8", 512, 32, [32, 32]), ("RED.E.ADD [R6.64], R8", 4, 1, [4, 4]),
+        ("LDG.E.128.CONSTANT R8, [R6.64]", 16, 4, [16, 0]),
+        ("STG.E [R6.64], R8", 4, 1, [4, 4]),
+        ("STG.E.128 [R6.64], R8", 512, 32, [32, 32]),
+        ("RED.E.ADD [R6.64], R8", 4, 1, [4, 4]),
         ("LDGSTS.E.BYPASS.128 [R5], [R6.64]", 16, 4, [16, 0]),
     ],
-)  # fmt: skip
+)
 def test_a_request_to_global_memory_costs_its_lines_and_sectors(instruction, stride, lines, misses):
     blocks = ran("S2R R4, SR_LANEID", f"IMAD.WIDE R6, R4, {stride:#x}, RZ", instruction)
     assert blocks.issued[2].request[1:].tolist() == [[lines] * 2, misses]

@@ -173,14 +173,22 @@ def test_a_decode_kernel_reads_the_whole_cache_of_every_row():
 @pytest.mark.parametrize(
     ("name", "gpu", "shape", "words"),
     [
-        ("CUSTOM_CUDA_VERSION_1", "t4", {"head_dim": 48, "seqlen": 0},
-         "head_dim 48 (it takes 32, 64, 128); seqlen 0 (1 or more)"),
+        (
+            "CUSTOM_CUDA_VERSION_1",
+            "t4",
+            {"head_dim": 48, "seqlen": 0},
+            "head_dim 48 (it takes 32, 64, 128); seqlen 0 (1 or more)",
+        ),
         ("HOPPER_VERSION_2", "a100", {"head_dim": 32}, "it needs sm_90a, and A100 SXM is sm_80"),
         ("CUSTOM_CUDA_VERSION_1", "h200", {"seqlen": 10**12}, "1000000000000 (1048560 or less)"),
-        ("CUSTOM_CUDA_VERSION_1", "h200", {"batch": 10**11},
-         "batch * num_heads 1200000000000 (2147483647 or less)"),
+        (
+            "CUSTOM_CUDA_VERSION_1",
+            "h200",
+            {"batch": 10**11},
+            "batch * num_heads 1200000000000 (2147483647 or less)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_predicted_is_refused_with_every_reason(name, gpu, shape, words):
     list_backends()
     with pytest.raises(UnsupportedError, match=re.escape(words)):

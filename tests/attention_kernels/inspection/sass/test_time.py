@@ -127,12 +127,16 @@ def test_every_cycle_of_every_warp_is_accounted_for():
     [
         ([LOAD, USE, EXIT], {"misses": 4}, Stall(1, "long scoreboard", 0), 490),
         ([SHARED, USE, EXIT], {"wavefronts": 1}, Stall(1, "short scoreboard", 0), 28),
-        ([COPY, Instruction("DEPBAR.LE", ()), ADD, EXIT], {"misses": 4},
-         Stall(2, "long scoreboard", 0), 490),
+        (
+            [COPY, Instruction("DEPBAR.LE", ()), ADD, EXIT],
+            {"misses": 4},
+            Stall(2, "long scoreboard", 0),
+            490,
+        ),
         ([dataclasses.replace(ADD, stall=6), ADD, EXIT], {}, Stall(1, "wait", 1), 5),
         ([JUMP, ADD, EXIT], {}, Stall(1, "branch resolving", 1), 7),
     ],
-)  # fmt: skip
+)
 def test_a_result_is_awaited_by_the_instruction_that_comes_next(code, given, stall, cycles):
     _, found = watched(code, [in_order(code, **given)])
     assert cycles <= found[stall] <= cycles + 20
