@@ -58,6 +58,13 @@ def faulty_op(file: Path, build: str, prefix: str = "negative_") -> Callable[...
     return load_op(version, "cpu", f"the kernel {file.name}")
 
 
+def run_probe(file: Path, device: str, out: torch.Tensor, params: bytes) -> torch.Tensor:
+    """Call a probe with its parameters, and return what it leaves in `out`, on the CPU."""
+    op = load_op(header.parse_header(file, "probe_"), device, "the probe")
+    op(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
+    return out.cpu()
+
+
 def profiled(options: str, code: str) -> list[dict[str, str]]:
     """Return the rows that ncu (Nsight Compute) prints of a program, or skip without ncu."""
     if not shutil.which("ncu"):

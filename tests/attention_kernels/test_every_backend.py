@@ -132,7 +132,7 @@ def test_opcheck(spec, dtype, device):
     qkv = Case(33, head_dim, batch=2, dtype=dtype).inputs(device)
     if spec.version is not None:
         qkv = tuple(x.contiguous() for x in qkv)
-    torch.library.opcheck(op_of(spec.name, device), (*qkv, 0.2, True))
+    torch.library.opcheck(op_of(spec, device), (*qkv, 0.2, True))
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* available but not enabled")

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_op
+from tests.attention_kernels.conftest import run_probe
 from tests.conftest import needs_compiler, on_every_device
 
 FILE = Path(__file__).parent / "probe" / "v02_hopper.cu"
@@ -32,9 +31,8 @@ def probe(tensors, device, products=(0,) * 5, tile=(0,) * 18):
     there = {name: x.to(device, copy=True) for name, x in tensors.items()}
     pointers = [there[x].data_ptr() if x in there else 0 for x in ("a", "b", "sums", "tensor")]
     params = struct.pack("4P16i7q", *pointers, *products, *tile)
-    op = load_op(header.parse_header(FILE, "probe_"), device, "the probe")
-    op(there["sums"], torch.frombuffer(bytearray(params), dtype=torch.uint8))
-    return there["sums"].cpu(), there.get("tensor", there["sums"]).cpu()
+    sums = run_probe(FILE, device, there["sums"], params)
+    return sums, there.get("tensor", sums).cpu()
 
 
 def layout(columns):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_kernels.ladder import header
-from attention_kernels.ladder.op import load_op
+from tests.attention_kernels.conftest import run_probe
 from tests.attention_kernels.test_hopper_emulator import operands as hopper_operands
 from tests.conftest import needs_compiler
 
@@ -24,9 +23,7 @@ def run(kind, a, b, sums, device):
     """Return the results of a warp's instruction for each product's fragments."""
     a, b, out = a.to(device), b.to(device), sums.to(device, copy=True)
     params = struct.pack("3P2i", a.data_ptr(), b.data_ptr(), out.data_ptr(), len(a), kind)
-    op = load_op(header.parse_header(FILE, "probe_"), device, "the probe")
-    op(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
-    return out.cpu()
+    return run_probe(FILE, device, out, params)
 
 
 def fragments(a, b):

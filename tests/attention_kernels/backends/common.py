@@ -61,11 +61,10 @@ def spec_of(version: header.VersionHeader) -> BackendSpec:
     return ladder.backend(f"TEST_{version.op.upper()}", "test", version)
 
 
-def op_of(name: str, device: str):
-    """Return a backend's op, or skip the test where the backend cannot run."""
-    spec = usable(name, device)
+def op_of(spec: BackendSpec, device: str = "cpu"):
+    """Return a backend's op."""
     spec.prepare(device)
-    op = spec.version.op if spec.version else name.lower()
+    op = spec.version.op if spec.version else spec.name.lower()
     return getattr(torch.ops.attention_kernels, op).default
 
 

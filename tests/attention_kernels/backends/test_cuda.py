@@ -126,7 +126,7 @@ FIRST, LAST = common.FP32[0], common.FP32[-1]
     ],
 )
 def test_the_op_checks_who_calls_it_directly(name, q, k, words):
-    op = common.op_of(name, "cpu")
+    op = common.op_of(usable(name, "cpu"))
     k, v = (q, q) if k is None else (k, BAD)
     with pytest.raises(RuntimeError, match=re.escape(words)):
         op(q, k, v, 1.0, True)

@@ -16,6 +16,7 @@ from attention_kernels import BackendSpec, ladder, list_backends
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
 from attention_kernels.judge.suite import Case, run_case
 from attention_kernels.ladder import build, compilers, header, op
+from tests.attention_kernels.backends.common import op_of
 from tests.attention_kernels.ladder.conftest import HEADER
 from tests.conftest import EXAMPLE, ROOT, needs_compiler
 
@@ -82,11 +83,6 @@ def test_a_files_backend_has_its_name_and_two_of_one_name_are_refused(tmp_path):
 @pytest.fixture(scope="module")
 def decoder() -> BackendSpec:
     return ladder.resolve(str(DECODER / "v01_warp_per_head.cu"))
-
-
-def op_of(spec: BackendSpec):
-    spec.prepare("cpu")
-    return getattr(torch.ops.attention_kernels, spec.version.op).default
 
 
 def decode_arguments() -> tuple[torch.Tensor, ...]:

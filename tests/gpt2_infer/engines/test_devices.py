@@ -12,7 +12,7 @@ import torch
 from gpt2_infer import GPT2, Sampling, generate
 from gpt2_infer.engines.continuous import Continuous
 from gpt2_infer.request import MODES
-from tests.gpt2_infer.engines.test_continuous import make_requests
+from tests.gpt2_infer.engines.test_continuous import SAMPLING, make_requests
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,6 @@ pytestmark = [
 ]
 DTYPES = ["float32", "float16", "bfloat16"]
 PROMPTS = [[5, 300, 90], [7, 8, 9, 10, 11, 12]]
-DRAWN = Sampling(1.0, top_k=50, top_p=0.95, seed=3)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +49,7 @@ def models(dtype: str = "float32", **options) -> list[GPT2]:
 
 
 def same_texts(here: GPT2, there: GPT2, **options) -> None:
-    for sampling in (Sampling(), DRAWN):
+    for sampling in (Sampling(), SAMPLING):
         fields = {"max_new_tokens": 70, "ignore_eos": True, "sampling": sampling, **options}
         expected = generate(here, PROMPTS, **fields).tokens
         for on_text in (None, lambda row, text: None):  # tokens read at the end, and each
