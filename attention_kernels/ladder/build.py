@@ -87,8 +87,6 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     else:
         where, purpose = "emulator", "the CPU" if version.is_host else "the CPU emulator"
         purpose += ", looking for races" * (RACES in version.flags)
-        if "-march=native" in flags:
-            more.append(compilers.native_macros(gxx))  # several machines may share the cache
         # Line tables (-g1) do not change the code; source_line() reads them.
         flags += ["-g1", *_optimization(version)]
         libraries = ["-pthread", "-ldl", EMULATOR_WRAPS]
@@ -118,7 +116,9 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
         _compile([gxx, "-shared", str(binding), kernel.name, *libraries], library)
 
     everything = [*command, str(version.path), *shared, *libraries]
-    return kept(f"{version.op}-{where}", ".so", sources, csrc, everything, make, *more)
+    # Several machines may share the cache.
+    native = [compilers.native_macros(gxx)] if "-march=native" in flags else []
+    return kept(f"{version.op}-{where}", ".so", sources, csrc, everything, make, *more, *native)
 
 
 def source_flags(version: VersionHeader, command: Sequence[str], folder: Path) -> list[str]:
