@@ -89,7 +89,7 @@ def test_a_wrong_setting_is_reported_as_such(spec, variable, value, monkeypatch)
 @pytest.mark.parametrize("fault", [SPIN, BARRIERS])
 def test_ctrl_c_ends_an_endless_launch(spec, fault, threads):
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt) as caught:
         launch(spec, fault)
     message = str(caught.value.__context__)

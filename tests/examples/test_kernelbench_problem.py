@@ -31,7 +31,9 @@ def test_it_judges_a_submission(before, after, verdict, tmp_path):
     text = file.read_text("utf-8")
     assert before in text
     file.write_text(text.replace(before, after, 1), "utf-8")
+    harness = folder / "harness.py"
+    harness.write_text(harness.read_text().replace("Case(512,", "Case(64,"))  # sooner timed
     suite = SHORT_SUITE.replace("[:12]", "[:60]")  # it refuses most cases
-    program = f"{suite}\nimport runpy\nrunpy.run_path({str(folder / 'harness.py')!r})"
+    program = f"{suite}\nimport runpy\nrunpy.run_path({str(harness)!r})"
     done = python("-c", program)
     assert re.fullmatch(verdict, done.stdout, re.DOTALL), done.stdout + done.stderr

@@ -211,10 +211,10 @@ void host(float* o, int mode, cudaStream_t stream) {
 def test_host_code_launches_and_asks(tmp_path, adapted):
     file = tmp_path / "forms.cu"
     file.write_text(FORMS)
+    spec = ladder.resolve(adapted(file, "attention::host(o, N - 1, stream) | Only: N > 0"))
 
     def first(mode):
-        spec = ladder.resolve(adapted(file, f"attention::host(o, {mode}, stream) | Only: N > 0"))
-        q = torch.zeros(1, 1, 1, 32)
+        q = torch.zeros(1, 1 + mode, 1, 32)
         return spec.attention(q, q, q, is_causal=True)
 
     assert first(0).unique().tolist() == [(1 + 4 + 3 + 10) / 2]

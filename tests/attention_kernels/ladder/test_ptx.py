@@ -377,15 +377,21 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "inputs", "told"), FAULTS)
-def test_an_error_of_an_instruction_names_the_line(tmp_path, text, inputs, told):
-    spec = kernel_of(
-        tmp_path, f'  unsigned x;\n\n  asm("{text}" : "=r"(x) :\n {inputs});\n  o[lane] = x;'
-    )
-    line = (KERNEL % "\n\n§").split("§")[0].count("\n") + 1
-    x = torch.zeros(1, 1, 1, 32)
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """A kernel with all of FAULTS, of which the numbers in its memory choose one."""
+    body = "  unsigned x = 0;\n"
+    for number, (text, inputs, _) in enumerate(FAULTS):
+        body += f'  if (memory[lane] == {number}) asm("{text}" : "=r"(x) :\n {inputs});\n'
+    return kernel_of(tmp_path_factory.mktemp("faulty"), f"{body}  o[lane] = x;")
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_an_error_of_an_instruction_names_the_line(faulty, number):
+    line = (KERNEL % "\n§").split("§")[0].count("\n") + 1 + 2 * number
+    told, x = FAULTS[number][2], torch.full((1, 1, 1, 32), float(number))
     with pytest.raises(KernelError) as caught:
-        spec.attention(x, x, x)
+        faulty.attention(x, x, x)
     assert told.format(f"asm.cu:{line}") in str(caught.value)
     assert f"asm.cu:{line}" in str(caught.value)
 
@@ -652,25 +658,17 @@ def test_a_grid_waits_for_all_of_its_blocks_if_they_run_at_once(tmp_path):
     grid.sync();
   }
 """
-    x = torch.zeros(1, 1, 1, 32)
-    for launch in ("launch_at_once(run, 4, 1, ", "launch_kernel(run, 4, "):
-        file = tmp_path / f"{launch[:9]}.cu"
-        text = (
-            KERNEL.replace("launch_kernel(run, 1, ", launch).replace(
-                "  const unsigned lane",
-                """
-  if (blockIdx.x == 0) o[threadIdx.x] = 0;
-  const unsigned lane""",
-            )
-            % body
-        )
-        file.write_text("#include <cooperative_groups.h>\n" + text)
-        for spec in both_builds(file):
-            if "at_once" in launch:
-                assert spec.attention(x, x, x).unique().tolist() == [14]
-            else:
-                with pytest.raises(KernelError, match="blocks do not all run at once"):
-                    spec.attention(x, x, x)
+    zero = "  if (blockIdx.x == 0) o[threadIdx.x] = 0;\n  const unsigned lane"
+    either = r"p.seqlen == 1 ? launch_at_once(run, 4, 1, \1) : launch_kernel(run, 4, \1);"
+    text = KERNEL.replace("  const unsigned lane", zero) % body
+    text = re.sub(r"launch_kernel\(run, 1, (.*)\);", either, text)
+    file = tmp_path / "asm.cu"
+    file.write_text("#include <cooperative_groups.h>\n" + text)
+    one, two = torch.zeros(1, 1, 1, 32), torch.zeros(1, 2, 1, 32)
+    for spec in both_builds(file):
+        assert spec.attention(one, one, one).unique().tolist() == [14]
+        with pytest.raises(KernelError, match="blocks do not all run at once"):
+            spec.attention(two, two, two)
 
 
 def test_shared_memory_may_be_used_before_the_previous_kernel_has_ended(tmp_path):
