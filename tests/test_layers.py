@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from graphlib import TopologicalSorter
 
 import pytest
@@ -23,7 +23,8 @@ def layer(module: str) -> int:
     return max((i for i, x in enumerate(LAYERS) if f"{module}.".startswith(f"{x}.")), default=-1)
 
 
-def imports(module: str, *, lazy: bool, typing: bool = False) -> Iterator[str]:
+@functools.cache
+def imports(module: str, *, lazy: bool, typing: bool = False) -> list[str]:
     """The modules of ours that a module imports; lazy: in its functions; typing: for types only."""
     found = []
 
@@ -36,13 +37,14 @@ def imports(module: str, *, lazy: bool, typing: bool = False) -> Iterator[str]:
                 walk(child)
 
     walk(ast.parse(MODULES[module].read_text("utf-8")))
+    names = []
     for node in found:
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names if layer(name.name) >= 0)
+            names += [name.name for name in node.names if layer(name.name) >= 0]
         elif isinstance(node, ast.ImportFrom) and node.module and layer(node.module) >= 0:
-            for name in node.names:
-                inner = f"{node.module}.{name.name}"
-                yield inner if inner in MODULES else node.module
+            inner = [f"{node.module}.{name.name}" for name in node.names]
+            names += [name if name in MODULES else node.module for name in inner]
+    return names
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import functools
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def probe() -> Callable[..., str]:
     return call
 
 
+@functools.cache
 def faulty_op(file: Path, build: str, prefix: str = "negative_") -> Callable[..., None]:
     """Return the emulated op of a file in negative/; build: "races" or, without that check, "".
 
@@ -58,10 +60,14 @@ def faulty_op(file: Path, build: str, prefix: str = "negative_") -> Callable[...
     return load_op(version, "cpu", f"the kernel {file.name}")
 
 
+@functools.cache
+def _probe_op(file: Path, device: str) -> Callable[..., None]:
+    return load_op(header.parse_header(file, "probe_"), device, "the probe")
+
+
 def run_probe(file: Path, device: str, out: torch.Tensor, params: bytes) -> torch.Tensor:
     """Call a probe with its parameters, and return what it leaves in `out`, on the CPU."""
-    op = load_op(header.parse_header(file, "probe_"), device, "the probe")
-    op(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
+    _probe_op(file, device)(out, torch.frombuffer(bytearray(params), dtype=torch.uint8))
     return out.cpu()
 
 
