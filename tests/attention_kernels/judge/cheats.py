@@ -21,6 +21,7 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import hashlib
 import inspect
 import itertools
 import os
@@ -1085,8 +1086,8 @@ def makes_all_calls_in_the_first():
 
 
 def spin():
-    while True:
-        pass
+    while True:  # without Python's lock, for which its own calls would wait
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**20)
 
 
 @functools.cache
