@@ -17,11 +17,11 @@ from attention_kernels.inspection.sass.predict import predict
 from attention_kernels.judge import suite
 from attention_kernels.judge.cases import fitted
 from attention_kernels.judge.inputs import Case
-from attention_kernels.ladder import entry, header
+from attention_kernels.ladder import build, entry, header
 from attention_kernels.ladder.header import HeaderError
 from attention_kernels.ladder.op import load_op
 from tests.attention_kernels.inspection.test_resources import needs_nvcc
-from tests.conftest import ROOT, needs_compiler
+from tests.conftest import ROOT, needs_compiler, version_file
 
 STRANGERS = ROOT / "tests" / "attention_kernels" / "strangers"
 BHND = "attn<D><<<dim3(N, B * H), 32>>>(q, k, v, o, N, scale) | Tensors: BHND"
@@ -42,15 +42,10 @@ EVERY = [pytest.param(x, marks=[pytest.mark.gpu] * ("extension" in x)) for x in 
 pytestmark = needs_compiler
 
 
-@pytest.fixture
-def adapted(tmp_path):
-    """adapted(name, text): the path of an adapter of a file in STRANGERS, or of another one."""
-
-    def adapted(name, text=None):
-        file = name if isinstance(name, type(tmp_path)) else STRANGERS / f"{name}.cu"
-        return str(entry.adapter(file, text or ENTRIES[file.stem], tmp_path))
-
-    return adapted
+def adapted(name, text=""):
+    """Return the path of an adapter of a file in STRANGERS, or of another one."""
+    file = name if isinstance(name, Path) else STRANGERS / f"{name}.cu"
+    return str(entry.adapter(file, text or ENTRIES[file.stem], build.cache_dir()))
 
 
 def error_of(spec, dtype, head_dim, seqlen, is_causal):
@@ -63,7 +58,7 @@ def error_of(spec, dtype, head_dim, seqlen, is_causal):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_call_of_any_signature_is_right(name, adapted):
+def test_a_call_of_any_signature_is_right(name):
     spec = ladder.resolve(adapted(name))
     is_causal = "!causal" not in spec.version.only
     for dtype in spec.dtypes:
@@ -84,7 +79,7 @@ def test_a_call_of_any_signature_is_right(name, adapted):
         for x in ENTRIES
     ],
 )
-def test_the_judge_passes_it(name, adapted):
+def test_the_judge_passes_it(name):
     """It tries only what an entry takes, and says so."""
     report = suite.verify(adapted(name), "cpu", quick=True, seed=1)
     assert report.passed
@@ -94,7 +89,7 @@ def test_the_judge_passes_it(name, adapted):
 
 @needs_nvcc
 @pytest.mark.parametrize("name", [x for x in ENTRIES if "extension" not in x])
-def test_nvcc_compiles_it(name, adapted):
+def test_nvcc_compiles_it(name):
     version = ladder.resolve(adapted(name)).version
     case = (1, 64, 1, int("!causal" not in version.only))
     for one in version.builds():
@@ -112,7 +107,7 @@ def test_the_predicted_work_grows_with_the_square_of_the_length():
     assert 8 * few.instructions < many.instructions < 17 * few.instructions
 
 
-def test_the_judge_tries_lengths_that_an_entry_takes(adapted):
+def test_the_judge_tries_lengths_that_an_entry_takes():
     version = ladder.resolve(
         adapted("bhnd", f"{BHND} | Only: causal && (N % 64 == 0 || N < 8)")
     ).version
@@ -136,12 +131,12 @@ def test_the_judge_tries_lengths_that_an_entry_takes(adapted):
         (f"{BHND}D", "bhnd.cu: Tensors must be B, N, H, D in any order"),
     ],
 )
-def test_a_wrong_entry_is_an_error_of_the_header(text, words, adapted):
+def test_a_wrong_entry_is_an_error_of_the_header(text, words):
     with pytest.raises(HeaderError, match=re.escape(words)):
         ladder.resolve(adapted("bhnd", text))
 
 
-def test_a_wrong_name_is_an_error_of_the_adapters_line(adapted, tmp_path):
+def test_a_wrong_name_is_an_error_of_the_adapters_line():
     spec = ladder.resolve(adapted("bhnd", "attm<D><<<N, 32>>>(q, k, v, o, N, scale)"))
     with pytest.raises(UnavailableBackendError, match=r"/bhnd\.cu:2:\d+: error: 'attm'"):
         error_of(spec, "float32", 64, 5, is_causal=True)
@@ -149,10 +144,9 @@ def test_a_wrong_name_is_an_error_of_the_adapters_line(adapted, tmp_path):
         error_of(ladder.resolve(str(STRANGERS / "bhnd.cu")), "float32", 64, 5, is_causal=True)
 
 
-def test_a_race_is_reported_although_host_code_exits(tmp_path, adapted):
-    file = tmp_path / "racy.cu"
+def test_a_race_is_reported_although_host_code_exits():
     text = (STRANGERS / "early_flash.cu").read_text()
-    file.write_text(text.replace("    __syncthreads();\n", "", 1))
+    file = version_file("racy.cu", text.replace("    __syncthreads();\n", "", 1))
     path = adapted(file, ENTRIES["early_flash"])
     op = load_op(header.race_checked(header.of_file(Path(path))), "cpu", "racy")
     q = torch.zeros(1, 70, 1, 64)
@@ -208,9 +202,8 @@ void host(float* o, int mode, cudaStream_t stream) {
 """
 
 
-def test_host_code_launches_and_asks(tmp_path, adapted):
-    file = tmp_path / "forms.cu"
-    file.write_text(FORMS)
+def test_host_code_launches_and_asks():
+    file = version_file("forms.cu", FORMS)
     spec = ladder.resolve(adapted(file, "attention::host(o, N - 1, stream) | Only: N > 0"))
 
     def first(mode):

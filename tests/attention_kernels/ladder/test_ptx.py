@@ -15,7 +15,7 @@ from attention_kernels.ladder import build, header, ptx
 from attention_kernels.ladder.op import load_op
 from tests.attention_kernels.conftest import faulty_op
 from tests.attention_kernels.test_negative import CONTROLS, NEGATIVE
-from tests.conftest import needs_compiler
+from tests.conftest import needs_compiler, version_file
 
 STRANGERS = header.CSRC.parents[1] / "tests" / "attention_kernels" / "strangers"
 # Files that this project can call as they are, and the others by an entry beside them.
@@ -257,23 +257,19 @@ def statement(text, constraint, inputs, expected, row):
     )
 
 
-def both_builds(file):
-    """Return a file as it is, and with the check for races."""
-    version = header.race_checked(header.of_file(file))
-    return ladder.resolve(str(file)), ladder.backend("RACES", "test", version)
+def kernel_of(text):
+    return ladder.resolve(str(version_file("asm.cu", text)))
 
 
-def kernel_of(tmp_path, body, name="asm.cu"):
-    file = tmp_path / name
-    file.write_text(KERNEL % body)
-    return ladder.resolve(str(file))
+def both_builds(text):
+    """Return a kernel as it is, and with the check for races."""
+    version = header.race_checked(header.of_file(version_file("asm.cu", text)))
+    return kernel_of(text), ladder.backend("RACES", "test", version)
 
 
-def test_every_instruction_does_what_plain_code_does(tmp_path):
+def test_every_instruction_does_what_plain_code_does():
     body = "\n  __syncwarp();\n".join(statement(*case, row) for row, case in enumerate(CASES))
-    file = tmp_path / "every.cu"
-    file.write_text(KERNEL % body)
-    for spec in both_builds(file):
+    for spec in both_builds(KERNEL % body):
         q = torch.arange(32.0 * len(CASES)).reshape(1, -1, 1, 32) + 1
         right = spec.attention(q, q, q)[0, :, 0]
         wrong = [CASES[i][0] for i in range(len(CASES)) if not bool((right[i] == 1).all())]
@@ -349,11 +345,9 @@ def test_the_cases_the_headers_and_the_strangers_use_the_whole_table(tmp_path, m
         ('asm("add.u64 %0, %0, 1;" : "+r"(x));', "no matching function for call to 'get"),
     ],
 )
-def test_what_is_not_taken_is_an_error_of_the_build_with_its_line(tmp_path, text, told):
-    spec = kernel_of(
-        tmp_path,
-        f"  unsigned x = 0; uint64_t y = 0; float f = 0;\n  {text}\n  o[lane] = x + y + f;",
-    )
+def test_what_is_not_taken_is_an_error_of_the_build_with_its_line(text, told):
+    body = f"  unsigned x = 0; uint64_t y = 0; float f = 0;\n  {text}\n  o[lane] = x + y + f;"
+    spec = kernel_of(KERNEL % body)
     if told is None:
         spec.prepare("cpu")
         return
@@ -378,12 +372,12 @@ FAULTS = [
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory):
+def faulty():
     """A kernel with all of FAULTS, of which the numbers in its memory choose one."""
     body = "  unsigned x = 0;\n"
     for number, (text, inputs, _) in enumerate(FAULTS):
         body += f'  if (memory[lane] == {number}) asm("{text}" : "=r"(x) :\n {inputs});\n'
-    return kernel_of(tmp_path_factory.mktemp("faulty"), f"{body}  o[lane] = x;")
+    return kernel_of(KERNEL % f"{body}  o[lane] = x;")
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS)))
@@ -396,7 +390,7 @@ def test_an_error_of_an_instruction_names_the_line(faulty, number):
     assert f"asm.cu:{line}" in str(caught.value)
 
 
-def test_asm_in_macros_templates_and_several_lines_is_taken_where_it_stands(tmp_path):
+def test_asm_in_macros_templates_and_several_lines_is_taken_where_it_stands():
     head = """
 #define TEXT(type) "add." #type " "
 #define ADD(type, to, ...) \\
@@ -420,12 +414,10 @@ __device__ T more(T x) {
 }
 namespace attention"""
     body = "  o[lane] = more<3>(10u) + more<1>(101u) * 100;\n  o[lane] += __LINE__ * 1e5f;"
-    file = tmp_path / "asm.cu"
     text = (KERNEL % body).replace("namespace attention", head.lstrip(), 1)
-    file.write_text(text)
     x = torch.zeros(1, 1, 1, 32)
     line = text.split("__LINE__")[0].count("\n") + 1
-    assert ladder.resolve(str(file)).attention(x, x, x).unique().tolist() == [line * 1e5 + 10313]
+    assert kernel_of(text).attention(x, x, x).unique().tolist() == [line * 1e5 + 10313]
 
 
 PIPELINED = """
@@ -458,17 +450,16 @@ PIPELINED = """
 """
 
 
-def test_barriers_pipelines_and_groups_of_the_headers(tmp_path):
+def test_barriers_pipelines_and_groups_of_the_headers():
     includes = (
         "cuda/barrier",
         "cuda/pipeline",
         "cooperative_groups.h",
         "cooperative_groups/reduce.h",
     )
-    file = tmp_path / "asm.cu"
-    file.write_text("".join(f"#include <{name}>\n" for name in includes) + KERNEL % PIPELINED)
+    text = "".join(f"#include <{name}>\n" for name in includes) + KERNEL % PIPELINED
     q = torch.arange(64.0).reshape(1, 2, 1, 32)
-    for spec in both_builds(file):
+    for spec in both_builds(text):
         o = spec.attention(q, q, q)[0, 0, 0]
         assert o.tolist() == (q[0, 0, 0] + q[0, 1, 0] + 15000).tolist()
 
@@ -560,7 +551,7 @@ template <typename T> __device__ __noinline__ T block_sum(T x) {
 """
 
 
-def test_functions_that_other_peoples_kernels_call(tmp_path):
+def test_functions_that_other_peoples_kernels_call():
     names = ("math_constants.h", "float.h", "cooperative_groups.h", "cub/cub.cuh")
     names += ("cuda/std/limits", "cublasLt.h", "cuda_runtime_api.h", "cudaTypedefs.h")
     names += ("driver_types.h", "cuda_fp8.h", "cuda_profiler_api.h")
@@ -571,10 +562,9 @@ def test_functions_that_other_peoples_kernels_call(tmp_path):
       cooperative_groups::tiled_partition<32>(cooperative_groups::this_thread_block());
 """
     body += "\n".join(f"  o[{i} * 32 + lane] = {one};" for i, one in enumerate(CALLS))
-    file = tmp_path / "calls.cu"
-    file.write_text("".join(f"#include <{name}>\n" for name in names) + BLOCK_SUM + KERNEL % body)
+    text = "".join(f"#include <{name}>\n" for name in names) + BLOCK_SUM + KERNEL % body
     q = torch.ones(1, len(CALLS), 1, 32)
-    o = ladder.resolve(str(file)).attention(q, q, q)[0, :, 0]
+    o = kernel_of(text).attention(q, q, q)[0, :, 0]
     assert [one for one, right in zip(CALLS, o, strict=True) if not (right == 1).all()] == []
 
 
@@ -598,15 +588,11 @@ TENSOR_FLOATS = """
 """
 
 
-def test_fragments_of_tf32_are_rounded(tmp_path):
-    file = tmp_path / "asm.cu"
-    file.write_text("#include <mma.h>\n" + KERNEL % TENSOR_FLOATS)
+def test_fragments_of_tf32_are_rounded():
     x = torch.zeros(1, 1, 1, 32)
     a = (torch.arange(128) % 7).reshape(16, 8).float()
-    assert (
-        ladder.resolve(str(file)).attention(x, x, x).flatten().tolist()
-        == (a @ a.T)[:2].flatten().tolist()
-    )
+    o = kernel_of("#include <mma.h>\n" + KERNEL % TENSOR_FLOATS).attention(x, x, x)
+    assert o.flatten().tolist() == (a @ a.T)[:2].flatten().tolist()
 
 
 LAUNCHES = """
@@ -624,31 +610,28 @@ cudaError_t launch(const Params& p, cudaStream_t s) {
 """
 
 
-def test_a_launch_may_leave_arguments_of_a_template_to_be_deduced(tmp_path):
-    file = tmp_path / "asm.cu"
-    text = KERNEL % ""
-    file.write_text(text[: text.index("cudaError_t launch")] + LAUNCHES + "}")
+def test_a_launch_may_leave_arguments_of_a_template_to_be_deduced():
+    whole = KERNEL % ""
+    text = whole[: whole.index("cudaError_t launch")] + LAUNCHES + "}"
     x = torch.zeros(1, 1, 1, 32)
-    assert ladder.resolve(str(file)).attention(x, x, x).flatten()[:4].tolist() == [1, 2, 3, 4]
-    file.write_text(file.read_text().replace("void __launch", "void __cluster_dims__(2) __launch"))
+    assert kernel_of(text).attention(x, x, x).flatten()[:4].tolist() == [1, 2, 3, 4]
+    text = text.replace("void __launch", "void __cluster_dims__(2) __launch")
     with pytest.raises(UnavailableBackendError, match=r"does not take __cluster_dims__"):
-        ladder.resolve(str(file)).attention(x, x, x)
-    file.write_text("extern __shared__ float memory[];\n" + text)
+        kernel_of(text).attention(x, x, x)
     with pytest.raises(UnavailableBackendError, match=r"asm.cu:1.* in functions only"):
-        ladder.resolve(str(file)).attention(x, x, x)
+        kernel_of("extern __shared__ float memory[];\n" + whole).attention(x, x, x)
 
 
-def test_tiles_and_bulk_copies_by_the_functions_of_cuda_barrier(tmp_path):
-    file = tmp_path / "asm.cu"
+def test_tiles_and_bulk_copies_by_the_functions_of_cuda_barrier():
     text = "#include <cuda.h>\n#include <cuda/barrier>\n" + KERNEL % COPIED
     text = text.replace("run(const", "run(const __grid_constant__ CUtensorMap map, const")
-    file.write_text(text.replace("  return launch_kernel(run, 1, 32, 0, s, ", MAP))
+    text = text.replace("  return launch_kernel(run, 1, 32, 0, s, ", MAP)
     q = torch.arange(64.0).reshape(1, 2, 1, 32)
-    for spec in both_builds(file):
+    for spec in both_builds(text):
         assert spec.attention(q, q, q)[0, 0, 0].tolist() == [*range(33, 65)]
 
 
-def test_a_grid_waits_for_all_of_its_blocks_if_they_run_at_once(tmp_path):
+def test_a_grid_waits_for_all_of_its_blocks_if_they_run_at_once():
     body = """
   const auto grid = cooperative_groups::this_grid();
   for (int i = 0; i < 3; ++i) {
@@ -662,33 +645,28 @@ def test_a_grid_waits_for_all_of_its_blocks_if_they_run_at_once(tmp_path):
     either = r"p.seqlen == 1 ? launch_at_once(run, 4, 1, \1) : launch_kernel(run, 4, \1);"
     text = KERNEL.replace("  const unsigned lane", zero) % body
     text = re.sub(r"launch_kernel\(run, 1, (.*)\);", either, text)
-    file = tmp_path / "asm.cu"
-    file.write_text("#include <cooperative_groups.h>\n" + text)
     one, two = torch.zeros(1, 1, 1, 32), torch.zeros(1, 2, 1, 32)
-    for spec in both_builds(file):
+    for spec in both_builds("#include <cooperative_groups.h>\n" + text):
         assert spec.attention(one, one, one).unique().tolist() == [14]
         with pytest.raises(KernelError, match="blocks do not all run at once"):
             spec.attention(two, two, two)
 
 
-def test_shared_memory_may_be_used_before_the_previous_kernel_has_ended(tmp_path):
+def test_shared_memory_may_be_used_before_the_previous_kernel_has_ended():
     body = """
   asm volatile("st.shared.u32 [%1], %2; bar.sync 0; griddepcontrol.wait; ld.shared.f32 %0, [%1];"
                : "=f"(o[lane]) : "r"(at + 4 * lane), "r"(0x3f800000) : "memory");
 """
-    file = tmp_path / "early.cu"
-    file.write_text((KERNEL % body).replace("launch_kernel(run, 1,", "launch_early(run, 1, 1,"))
+    text = (KERNEL % body).replace("launch_kernel(run, 1,", "launch_early(run, 1, 1,")
     x = torch.zeros(1, 1, 1, 32)
-    for spec in both_builds(file):
+    for spec in both_builds(text):
         assert spec.attention(x, x, x).unique().tolist() == [1]
 
 
-def test_wmma_multiplies_bfloat16(tmp_path):
-    file = tmp_path / "asm.cu"
-    file.write_text("#include <mma.h>\n" + KERNEL % PRODUCT)
+def test_wmma_multiplies_bfloat16():
     x = torch.zeros(1, 1, 1, 32)
     a = (torch.arange(256.0) % 7).view(16, 16)
-    o = ladder.resolve(str(file)).attention(x, x, x)
+    o = kernel_of("#include <mma.h>\n" + KERNEL % PRODUCT).attention(x, x, x)
     assert o.flatten().tolist() == (a @ a.T).flatten()[:32].tolist()
 
 
