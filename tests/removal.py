@@ -43,7 +43,7 @@ KEPT = (
 # Functions of CUDA, ptx.cuh, tma.cuh and wgmma.cuh that order something, the kernels' own that
 # do nothing else, and the conditions of loops that wait. A shuffle or a vote is an operation.
 CALL = re.compile(
-    r"\b(?:\w+(?:::|\.))?(?!__(?:shfl|ballot|any|all|match|reduce))"
+    r"\b(?:\w+(?:::|\.))?(?!__(?:shfl|ballot|any|all|match|reduce|syncthreads_and))"
     r"\w*(?:(?<!a)sync|fence|wait|arrive|commit|expect|allow_next|_turn)\w*(?:<\w+>)?(?=\()"
     r"|!ptx::barrier_test(?=\()|y == y"
 )

@@ -64,15 +64,15 @@ def _candidates(alias: str, dtype: torch.dtype, head_dim: int, most: int | None)
     is_short = most is not None and most <= SHORT
     if dtype != torch.float32:
         if not is_short:
-            yield f"HOPPER_VERSION_{8 if head_dim == 128 else 4}"
+            yield f"HOPPER_VERSION_{10 if head_dim == 128 else 4}"
         yield "WMMA_FLASH_ATTENTION_2_VERSION_9"
         return
     if alias == "CUSTOM_CUDA":
         if most == SHORTEST:
             yield "CUSTOM_CUDA_VERSION_15"
-        yield "CUSTOM_CUDA_VERSION_39"  # head_dim 32 and 64
+        yield "CUSTOM_CUDA_VERSION_40"  # head_dim 32 and 64
         if most != SHORTER:
-            yield "CUSTOM_CUDA_VERSION_34"  # head_dim 128
+            yield "CUSTOM_CUDA_VERSION_41"  # head_dim 128
         if is_short:
             yield "CUSTOM_CUDA_VERSION_15"
         yield "CUSTOM_CUDA_VERSION_25"

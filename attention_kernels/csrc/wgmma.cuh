@@ -164,3 +164,35 @@ __device__ void multiply(float (&sums)[kSums], const unsigned (&a)[4], uint64_t 
 }  // namespace attention::ptx
 
 #endif  // ATTENTION_EMULATOR
+
+namespace attention {
+
+// Finds the largest sum of the lane's two rows; all four lanes that share a row get it. Compares
+// integers, three with one instruction: they are in the order of the numbers unless all are negative,
+// and then in the opposite one.
+template <int kSums>
+inline __device__ void largest_of_rows(float (&largest)[2], const float (&sums)[kSums]) {
+  const auto reduce = [&](int r, auto larger) {
+    int most = larger(__float_as_int(sums[2 * r]), __float_as_int(sums[2 * r + 1]));
+#pragma unroll
+    for (int i = 4 + 2 * r; i < kSums; i += 4) {
+      most = larger(larger(most, __float_as_int(sums[i])), __float_as_int(sums[i + 1]));
+    }
+    most = larger(most, __shfl_xor_sync(0xffffffff, most, 1));
+    return larger(most, __shfl_xor_sync(0xffffffff, most, 2));
+  };
+  int most[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) most[r] = reduce(r, [](int x, int y) { return max(x, y); });
+  if (__any_sync(0xffffffff, (most[0] | most[1]) < 0)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int least = reduce(r, [](int x, int y) { return min(x, y); });
+      if (most[r] < 0) most[r] = least;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) largest[r] = __int_as_float(most[r]);
+}
+
+}  // namespace attention

@@ -3,7 +3,7 @@
 // longer than a tile. Float16 has few exponents, so each row of Q and K, and each column of a tile of
 // V, is first scaled by a power of two, and so is P.
 //
-// Versions 21 to 27 share the first part, 28 to 30 and 34 to 39 all. Most of it is what makes their
+// Versions 21 to 27 share the first part, 28 to 30 and 34 to 41 all. Most of it is what makes their
 // results right, and none of them is faster than another for it: they differ in when they copy,
 // multiply and wait, which is in their files. A version that does something of this in another way
 // defines a function of its own. What makes a version faster is here only if later ones share it: the
@@ -185,6 +185,34 @@ inline __device__ void load_rows(TileRows<kHeadDim, kThreads>& rows, const float
   }
 }
 
+// A tile of K or V is ordinary if the largest number of each row, or column, has an exponent from
+// kOrdinary - 15 to kOrdinary. Then one scale, 2^(kTop - kOrdinary), serves all: what lo cannot resolve
+// is 2^-24 times the largest or less. Versions 40 and 41 do not use its scales, and the first is 0 to
+// tell.
+constexpr int kOrdinary = 8;
+inline __device__ bool is_ordinary(int exponent) {
+  return exponent >= kOrdinary - 15 && exponent <= kOrdinary;
+}
+
+// Returns the exponent of a row of which each lane of a group has four numbers.
+template <int kHeadDim>
+inline __device__ int exponent_of_row(float4 x) {
+  float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+  for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
+  }
+  return exponent_of(largest);
+}
+
+// Splits four columns of row r of K, from d on.
+template <int kHeadDim>
+inline __device__ void split_k(unsigned char* operand, int r, int d, float4 x, float scale) {
+  uint2 hi, lo;
+  split(x, make_float4(scale, scale, scale, scale), hi, lo);
+  store_split<kHeadDim>(operand, r, k_column(d), hi.x, lo.x);
+  store_split<kHeadDim>(operand, r, k_column(d + 2), hi.y, lo.y);
+}
+
 // Scales and splits rows of K. The scales undo those of rows.
 template <int kHeadDim, int kThreads>
 inline __device__ void split_k(unsigned char* operand, float* scales,
@@ -192,24 +220,37 @@ inline __device__ void split_k(unsigned char* operand, float* scales,
   const int d = 4 * threadIdx.x % kHeadDim;
 #pragma unroll
   for (int i = 0; i < rows.kCount; ++i) {
-    const float4 x = rows.x[i];
     const int r = i * rows.kApart + 4 * threadIdx.x / kHeadDim;
-    float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
-    for (int offset = kHeadDim / 8; offset > 0; offset /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
-    }
-    const int exponent = exponent_of(largest);
-    const float scale = power_of_two(kTop - exponent);
-    uint2 hi, lo;
-    split(x, make_float4(scale, scale, scale, scale), hi, lo);
-    store_split<kHeadDim>(operand, r, k_column(d), hi.x, lo.x);
-    store_split<kHeadDim>(operand, r, k_column(d + 2), hi.y, lo.y);
+    const int exponent = exponent_of_row<kHeadDim>(rows.x[i]);
+    split_k<kHeadDim>(operand, r, d, rows.x[i], power_of_two(kTop - exponent));
     if (d == 0) scales[r] = power_of_two(exponent - kTop);
   }
 }
 
-// Scales and splits rows of V. The scales undo those of columns and of P.
+// The same, but what undoes an ordinary tile's scale is left to Q's.
 template <int kHeadDim, int kThreads>
+inline __device__ void split_ordinary_k(unsigned char* operand, float* scales,
+                                        const TileRows<kHeadDim, kThreads>& rows) {
+  const int d = 4 * threadIdx.x % kHeadDim;
+  int exponents[rows.kCount];
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < rows.kCount; ++i) {
+    exponents[i] = exponent_of_row<kHeadDim>(rows.x[i]);
+    all = all && is_ordinary(exponents[i]);
+  }
+  all = __syncthreads_and(all);
+#pragma unroll
+  for (int i = 0; i < rows.kCount; ++i) {
+    const int r = i * rows.kApart + 4 * threadIdx.x / kHeadDim;
+    const int exponent = all ? kOrdinary : exponents[i];
+    split_k<kHeadDim>(operand, r, d, rows.x[i], power_of_two(kTop - exponent));
+    if (d == 0) scales[r] = all ? 0.0f : power_of_two(exponent - kOrdinary);
+  }
+}
+
+// Scales and splits rows of V. The scales undo those of columns and of P.
+template <int kHeadDim, int kThreads, bool kFindsOrdinary = false>
 inline __device__ void split_v(unsigned char* operand, float* scales,
                                const TileRows<kHeadDim, kThreads>& rows) {
   __shared__ float4 s_largest[kThreads / 32][kHeadDim / 4];
@@ -226,8 +267,14 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
   if (threadIdx.x % 32 < kHeadDim / 4) s_largest[threadIdx.x / 32][d / 4] = largest;
   __syncthreads();
   for (const auto& warp : s_largest) largest = largest_of(largest, warp[d / 4]);
-  const int4 exponent = make_int4(exponent_of(largest.x), exponent_of(largest.y),
-                                  exponent_of(largest.z), exponent_of(largest.w));
+  int4 exponent = make_int4(exponent_of(largest.x), exponent_of(largest.y), exponent_of(largest.z),
+                            exponent_of(largest.w));
+  bool all = false;
+  if constexpr (kFindsOrdinary) {  // a warp has all columns
+    all = __all_sync(0xffffffff, is_ordinary(exponent.x) && is_ordinary(exponent.y) &&
+                                     is_ordinary(exponent.z) && is_ordinary(exponent.w));
+    if (all) exponent = make_int4(kOrdinary, kOrdinary, kOrdinary, kOrdinary);
+  }
   const float4 scale =
       make_float4(power_of_two(kTop - exponent.x), power_of_two(kTop - exponent.y),
                   power_of_two(kTop - exponent.z), power_of_two(kTop - exponent.w));
@@ -239,14 +286,16 @@ inline __device__ void split_v(unsigned char* operand, float* scales,
     store_split<kHeadDim>(operand, r, d, hi, lo);
   }
   if (4 * threadIdx.x / kHeadDim != 0) return;
-  const auto undo = [](int exponent) { return power_of_two(exponent - kTop) / kScaleP; };
+  const auto undo = [all](int exponent) {
+    return all ? 0.0f : power_of_two(exponent - kTop) / kScaleP;
+  };
   store4(scales, d,
          make_float4(undo(exponent.x), undo(exponent.y), undo(exponent.z), undo(exponent.w)));
 }
 
 // Splits a block's tile of a head: of K if blockIdx.y is 0, of V if it is 1. The first kKBytes of a tile
 // are hi, lo and the scales of K, the rest those of V. Rows past the end are zero.
-template <int kHeadDim, int kThreads, int kKBytes, int kTileBytes>
+template <int kHeadDim, int kThreads, int kKBytes, int kTileBytes, bool kFindsOrdinary = false>
 inline __device__ void split_tile(unsigned char* tiles, const float* k, const float* v,
                                   Strides k_strides, Strides v_strides, int seqlen, int num_heads) {
   const bool is_v = blockIdx.y == 1;
@@ -261,7 +310,9 @@ inline __device__ void split_tile(unsigned char* tiles, const float* k, const fl
   unsigned char* operand = tiles + int64_t{blockIdx.x} * kTileBytes + (is_v ? kKBytes : 0);
   float* scales = reinterpret_cast<float*>(operand + 2 * kOperandBytes<kHeadDim>);
   if (is_v) {
-    split_v(operand, scales, rows);
+    split_v<kHeadDim, kThreads, kFindsOrdinary>(operand, scales, rows);
+  } else if constexpr (kFindsOrdinary) {
+    split_ordinary_k(operand, scales, rows);
   } else {
     split_k(operand, scales, rows);
   }
@@ -422,7 +473,7 @@ inline __device__ void split_p(Split& rP, const float (&rS)[kScores], float scal
   }
 }
 
-// ---- A softmax with two multiplications fewer per score (versions 38 and 39) --------------------
+// ---- A softmax with two multiplications fewer per score (from version 38 on) --------------------
 
 // A scale of scores in units of log(2): a mantissa from 1/2 to 1, its negative or 0, and an exponent
 struct Scale {
@@ -436,6 +487,13 @@ struct Scale {
   }
 };
 
+// Returns what scales the scores of a row of Q, which is undone by 2^exponent. Not below 2^-126:
+// power_of_two() would return 0, and 0 times a hidden score is NaN. That changes a score by 2^-24 or more
+// only if |S| is above 2^102.
+inline __device__ float scale_of_row(int exponent, Scale scale) {
+  return power_of_two(min(max(exponent + scale.exponent, -126), kMost));
+}
+
 // Multiplies a row of Q by the mantissa and splits it. Returns what scales the row's scores to units of
 // log(2), a power of two.
 template <int kCount>
@@ -446,10 +504,7 @@ inline __device__ float split_q(SplitOf<kCount>& rQ, int i, float2 (&pairs)[2 * 
     x = make_float2(x.x * scale.mantissa, x.y * scale.mantissa);
     largest = largest_of(largest, x);
   }
-  const int exponent = split_row(rQ, i, pairs, largest) + scale.exponent;
-  // Not below 2^-126: power_of_two() would return 0, and 0 times a hidden score is NaN. That changes a
-  // score by 2^-24 or more only if |S| is above 2^102.
-  return power_of_two(min(max(exponent, -126), kMost));
+  return scale_of_row(split_row(rQ, i, pairs, largest), scale);
 }
 
 // Undoes the scales of K.
@@ -471,15 +526,22 @@ struct Offsets {
 // q_scale is a power of two, so -q_scale S is a float, and 15 - q_scale S, rounded down, is not below
 // it: the exponent of a row's largest P is from 0 to 15, however large its score. That is enough,
 // because float16 resolves 2^-24. A row's P share the offset, so its rounding cancels out.
+template <bool kComparesIntegers = false>
 inline __device__ float2 softmax(float (&rS)[kScores], Offsets& rows, const float (&q_scales)[2]) {
   constexpr float kTopP = 15.0f;  // log2(kScaleP)
-  float row_scale[2];
+  float row_scale[2], largest[2];
+  if constexpr (kComparesIntegers) largest_of_rows(largest, rS);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float largest = fmaxf(rS[2 * r], rS[2 * r + 1]);
+    if constexpr (!kComparesIntegers) {
+      largest[r] = fmaxf(rS[2 * r], rS[2 * r + 1]);
 #pragma unroll
-    for (int i = 2 * r + 4; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(rS[i], rS[i + 1]));
-    const float offset = fminf(rows.offset[r], __fmaf_rd(-q_scales[r], reduce_max(largest), kTopP));
+      for (int i = 2 * r + 4; i < kScores; i += 4) {
+        largest[r] = fmaxf(largest[r], fmaxf(rS[i], rS[i + 1]));
+      }
+      largest[r] = reduce_max(largest[r]);
+    }
+    const float offset = fminf(rows.offset[r], __fmaf_rd(-q_scales[r], largest[r], kTopP));
     row_scale[r] = exp2f(offset - rows.offset[r]);
     rows.offset[r] = offset;
     rows.row_sum[r] *= row_scale[r];
@@ -512,19 +574,46 @@ inline __device__ void pass_turn(int warpgroup) {
 
 // ---- O -----------------------------------------------------------------------------------------
 
+constexpr float kUnit = 0x1p-21f;  // undoes the scales of P and of V in an ordinary tile
+static_assert(kTop - kOrdinary == 6 && kScaleP == 0x1p15f);
+
 // O = row_scale O + PV. Tensor cores truncate sums, so that O itself must not be their accumulator.
 template <int kCount>
 inline __device__ void add_pv(float (&rO)[kCount], const float (&rPV)[kCount], float2 row_scale,
-                              const float* v_scales) {
+                              const float* v_scales, bool is_ordinary = false) {
   const float* lane_scales = v_scales + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int d = 0; d < kCount / 4; ++d) {
-    const float2 v_scale = load2(lane_scales, 8 * d);
+    float2 v_scale = load2(lane_scales, 8 * d);
+    if (is_ordinary) v_scale = make_float2(kUnit, kUnit);
     for (int i = 0; i < 4; ++i) {
       float& x = rO[4 * d + i];
       x = fmaf(x, i < 2 ? row_scale.x : row_scale.y,
                rPV[4 * d + i] * (i % 2 ? v_scale.y : v_scale.x));
     }
+  }
+}
+
+// As long as all tiles of V were ordinary, O is in units of kUnit, and P V is added as it is.
+template <int kCount>
+inline __device__ void leave_units(float (&rO)[kCount], bool& in_units) {
+  if (!in_units) return;
+  in_units = false;
+#pragma unroll
+  for (float& x : rO) x *= kUnit;
+}
+template <int kCount>
+inline __device__ void add_in_units(float (&rO)[kCount], const float (&rPV)[kCount],
+                                    float2 row_scale, const float* v_scales, bool is_ordinary,
+                                    bool& in_units) {
+  if (is_ordinary && in_units) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      rO[i] = fmaf(rO[i], i % 4 < 2 ? row_scale.x : row_scale.y, rPV[i]);
+    }
+  } else {
+    leave_units(rO, in_units);
+    add_pv(rO, rPV, row_scale, v_scales, is_ordinary);
   }
 }
 

@@ -260,13 +260,15 @@ def _shift(blocks: Blocks, one: Instruction) -> Values:
 
 
 def _minimum(blocks: Blocks, one: Instruction) -> Values:
-    """Execute IMNMX, VIMNMX and VIADDMNMX, which first adds its first two operands."""
+    """Execute IMNMX, VIMNMX(3), and VIADDMNMX, which first adds its first two operands."""
     _, sources, trailing = one.split
-    *terms, y = (blocks.read(x) for x in sources)
-    x: Values = np.sum(terms, 0) & LOW
+    values = [blocks.read(x) for x in sources]
+    if one.base == "VIADDMNMX":
+        values[:2] = [values[0] + values[1] & LOW]
     if "U32" not in one.modifiers:
-        x, y = _signed(x), _signed(y)
-    return np.where(blocks.predicate(trailing[0]), np.minimum(x, y), np.maximum(x, y))
+        values = [_signed(x) for x in values]
+    found: Values = np.where(blocks.predicate(trailing[0]), np.min(values, 0), np.max(values, 0))
+    return found
 
 
 def _extend(blocks: Blocks, one: Instruction) -> Values:
@@ -462,7 +464,7 @@ _OPERATIONS_BY_NAMES: dict[str, Operation] = {
     "LDS STS LDSM STSM ATOMS": _shared_access, "LDL STL": _local_access,
     "LDG STG LD ST LDGSTS ATOM ATOMG RED REDG": _global_access, "LDC LDCU": _load_constant,
     "IADD IADD3 VIADD": _add, "IMAD": _multiply_add, "LEA": _shift_add, "SHF": _shift,
-    "IMNMX VIMNMX VIADDMNMX": _minimum, "SGXT": _extend, "PRMT": _permute, "LOP3": _logic,
+    "IMNMX VIMNMX VIMNMX3 VIADDMNMX": _minimum, "SGXT": _extend, "PRMT": _permute, "LOP3": _logic,
     "PLOP3": _predicate_logic, "ISETP FSETP": _compare, "SEL FSEL": _select,
     "P2R P2UR": _predicates_to_register, "R2P R2UP": _register_to_predicates, "F2I": _to_integer,
     "I2F I2FP": _to_float, "VOTE VOTEU": _vote, "SHFL": _shuffle, "R2UR": _to_uniform,
