@@ -196,13 +196,13 @@ def test_the_alias_is_another_version_for_short_sequences_and_wide_heads(alias):
 
 CHOICES = {  # by dtype, head_dim and seqlen, for each GPU
     (torch.float32, 64, 64): "V15 V15 V15 V15 V15",
-    (torch.float32, 64, 1024): "V17 V25 V39 V25 V25",
-    (torch.float32, 32, None): "V17 V25 V39 V25 V25",
+    (torch.float32, 64, 1024): "V17 V25 V40 V25 V25",
+    (torch.float32, 32, None): "V17 V25 V40 V25 V25",
     (torch.float32, 128, 128): "V15 V15 V15 V15 V15",
-    (torch.float32, 128, 256): "V15 V15 V34 V15 V15",
-    (torch.float32, 128, None): "V15 V25 V34 V25 V25",
+    (torch.float32, 128, 256): "V15 V15 V41 V15 V15",
+    (torch.float32, 128, None): "V15 V25 V41 V25 V25",
     (torch.float16, 64, 257): "W9 W9 H4 W9 W9",
-    (torch.float16, 128, None): "W9 W9 H8 W9 W9",
+    (torch.float16, 128, None): "W9 W9 H10 W9 W9",
     (torch.float16, 64, 256): "W9 W9 W9 W9 W9",
 }
 
