@@ -7,8 +7,9 @@
 // Why:    a score was multiplied by its key's scale, and an element of P V by its column's, with loads
 //         of both. A tile's softmax takes longer than its products, and plain instructions take twice
 //         as long beside products.
-// Cost:   K's rows have to wait for each other before they are split. In an ordinary tile, what lo
-//         cannot resolve is up to 2^-24 of a row's largest number; a scale of its own left less.
+// Cost:   K's rows have to wait for each other before they are split. Blocks of 64 rows, which have few
+//         tiles to make up for that, keep the scales. In an ordinary tile, what lo cannot resolve is up
+//         to 2^-24 of a row's largest number; a scale of its own left less.
 // Tile:   kBlockM x kBlockN = 192 x 64, block 512; 128 x 64 or 64 x 64, block 384
 // Layout: strided
 // Takes:  float32, head_dim 32 64
@@ -34,7 +35,7 @@ template <int kBlockM>
 constexpr int kConsumerRegisters = kBlockM == 192 ? 160 : 240;
 constexpr int kStages = 4;  // tiles in shared memory
 template <int kBlockM>
-constexpr bool kFindsOrdinary = kBlockM > 64;
+constexpr bool kFindsOrdinary = kBlockM > 64;  // tiles
 constexpr int kSplitThreads = 256;
 
 // A tile of keys has two parts: K's hi and lo and the scales of its rows, then V's hi and lo and the
