@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
   for (int i = 0; i < 2; ++i) q_scales[i] = split_q(rQ, i, q_rows[i], q_scale);
   Offsets rows;
   float2 row_scale = make_float2(1.0f, 1.0f);
-  bool k_is_ordinary = false, v_is_ordinary = false, in_units = kFindsOrdinary;
+  bool k_is_ordinary, v_is_ordinary, in_units = kFindsOrdinary;
   float rS[kScores], rPV[kHeadDim / 2], rO[kHeadDim / 2] = {};
   // Tiles are awaited before the turn: others could use it.
   const auto start_turn = [&](int tile) {
@@ -198,13 +198,11 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
   };
   const auto await_k = [&](int tile) {
     ptx::barrier_wait(&k_full[tile % kStages], tile / kStages % 2);
-    if constexpr (kFindsOrdinary) k_is_ordinary = scales_of(tile)[0] == 0.0f;
+    k_is_ordinary = kFindsOrdinary && scales_of(tile)[0] == 0.0f;
   };
   const auto await_v = [&](int tile) {
     ptx::barrier_wait(&v_full[tile % kStages], tile / kStages % 2);
-    if constexpr (kFindsOrdinary) {
-      v_is_ordinary = scales_of(tile)[kPartStride / sizeof(float)] == 0.0f;
-    }
+    v_is_ordinary = kFindsOrdinary && scales_of(tile)[kPartStride / sizeof(float)] == 0.0f;
   };
   const auto start_qk = [&](int tile) {
     multiply_qk(rS, rQ, s_tiles + tile % kStages * kStageBytes);
@@ -226,11 +224,7 @@ __global__ void __launch_bounds__(kThreads<kBlockM>, 1)
   };
   const auto use_pv = [&](int tile) {
     const float* v_scales = scales_of(tile) + kPartStride / sizeof(float);
-    if constexpr (kFindsOrdinary) {
-      add_in_units(rO, rPV, row_scale, v_scales, v_is_ordinary, in_units);
-    } else {
-      add_pv(rO, rPV, row_scale, v_scales);
-    }
+    add_in_units(rO, rPV, row_scale, v_scales, v_is_ordinary, in_units);
     arrive(&empty[tile % kStages]);
   };
 
