@@ -1,8 +1,9 @@
 """When the warps of a kernel arrive at its barriers and leave them, on a GPU and as predicted.
 
 csrc/recorders/stamps.cuh, which a build includes first, stamps the waits of a launch's first
-blocks. The prediction is of the same machine code, and is read off where it reads the clock. Cycles
-are counted from a block's first stamp.
+blocks. The prediction is of the same machine code, and is read off where it reads the clock. Both
+are of a call whose code is in the caches and whose inputs are in memory. Cycles are counted from a
+block's first stamp.
 """
 
 from __future__ import annotations
@@ -122,8 +123,7 @@ def timeline(version: VersionHeader, gpu: GpuModel, call: Call, head_dim: int) -
         measured, plain, stamped = measure(version, call, head_dim)
         times = name, plain, stamped, stamped / plain - 1
     phases = _phases(version, measured, predicted)
-    what = version.label, call, head_dim, gpu.name
-    return Timeline(*what, phases, predicted, measured, *times)
+    return Timeline(version.label, call, head_dim, gpu.name, phases, predicted, measured, *times)
 
 
 def stamping(version: VersionHeader, device_type: str = "cuda") -> VersionHeader:
@@ -181,8 +181,10 @@ def measure(
 ) -> tuple[list[Warp], float, float]:
     """Return the warps of a call, and the median microseconds without and with stamps.
 
-    Raises BuildError, and the errors of a call. The emulator has no clock: on "cpu" a stamp's times
-    only tell the order, and nothing is timed.
+    Before each call, the L2 cache is flushed by stores, and then a call on other tensors executes
+    the same code: the code is in the caches, the inputs are not. Raises BuildError, and the errors
+    of a call. The emulator has no clock: on "cpu" a stamp's times only tell the order, and nothing
+    is timed.
     """
     arch = compilers.architectures() if device_type == "cuda" else ""
     other = stamping(replace(version, op=f"{version.op}_stamps"), device_type)
@@ -196,31 +198,35 @@ def measure(
             raise KernelError(version.label, f"has stamps that cannot be read: CUDA error {error}")
         return found
 
-    batch, seqlen, num_heads, is_causal = call
-    dtype, sizes = getattr(torch, version.dtype), (batch, seqlen, num_heads, head_dim)
-    q, k, v = (torch.randn(sizes, device=device_type).to(dtype) for _ in range(3))
-    arguments = q, k, v, head_dim**-0.5, bool(is_causal)
+    *sizes, is_causal = call
+    dtype, how = getattr(torch, version.dtype), (head_dim**-0.5, bool(is_causal))
+    inputs = [torch.randn(*sizes, head_dim, device=device_type).to(dtype) for _ in range(6)]
+    calls = (*inputs[:3], *how), (*inputs[3:], *how)
     try:
-        times = _times([plain, stamped], arguments) if device_type == "cuda" else [0.0, 0.0]
+        times = _times([plain, stamped], calls) if device_type == "cuda" else [0.0, 0.0]
         take()
-        stamped(*arguments)
-        if device_type == "cuda":
-            torch.cuda.synchronize()
+        for arguments in calls:
+            stamped(*arguments)
+            if device_type == "cuda":
+                torch.cuda.synchronize()
     except RuntimeError as error:
         raise fault(version.label, error) from error
     return [*_read(version, take())], times[0], times[1]
 
 
-def _times(ops: Sequence[Any], arguments: Sequence[Any]) -> list[float]:
-    """Return the median microseconds of each op, before which the L2 cache is flushed; flush it."""
+def _times(ops: Sequence[Any], calls: Sequence[Sequence[Any]]) -> list[float]:
+    """Return each op's median microseconds on the second arguments, after a flush of the L2 cache
+    and a call on the first; flush it.
+    """
     flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     times: list[list[float]] = [[] for _ in ops]
     for _ in range(1 + _ROUNDS):
         for op, mine in zip(ops, times, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             flushed.zero_()
+            op(*calls[0])
             begin.record()
-            op(*arguments)
+            op(*calls[1])
             end.record()
             end.synchronize()
             mine.append(begin.elapsed_time(end) * 1e3)
@@ -229,16 +235,15 @@ def _times(ops: Sequence[Any], arguments: Sequence[Any]) -> list[float]:
 
 
 def _read(version: VersionHeader, found: np.ndarray[Any, Any]) -> Iterator[Warp]:
-    """Yield the warps whose stamps were taken."""
+    """Yield the warps of the second of two calls whose stamps were taken, the first to warm up."""
     is_used = found["place"] > 0
-    for number, grid in enumerate(np.unique(found["grid"][is_used])):
+    for number, grid in enumerate(np.split(np.unique(found["grid"][is_used]), 2)[1]):
         used = is_used & (found["grid"] == grid)
         for block in np.flatnonzero(used.any((1, 2))).tolist():
             mask, mine = used[block], found[block][used[block]]
             # Clocks have 32 bits, and start again at 0.
             times = np.stack([mine["arrived"], mine["left"]], 1) - mine["arrived"][0]
             times = times.view(np.int32).astype(int)
-            times -= times.min()
             stamps: defaultdict[int, list[list[float]]] = defaultdict(list)
             for warp, at, place in zip(np.nonzero(mask)[0], times, mine["place"], strict=True):
                 stamps[int(warp)].append([*at.tolist(), int(place)])

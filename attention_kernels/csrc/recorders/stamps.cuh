@@ -21,7 +21,7 @@ struct alignas(kTick) Stamp {
   unsigned arrived;  // a clock; a tick's cycles are a slot's bytes
   unsigned place;    // 0 in an empty slot
   unsigned left;     // a clock
-  unsigned grid;     // differs between launches
+  unsigned grid;     // greater in a later launch
 };
 __device__ Stamp stamps[kBlocks * kWarps * kSlots];
 
@@ -65,8 +65,10 @@ struct Stamped {
   }
   __device__ __forceinline__ ~Stamped() {
     if (!is_stamped()) return;
-    unsigned grid = 0;
-#ifndef ATTENTION_EMULATOR
+    unsigned grid;
+#ifdef ATTENTION_EMULATOR
+    grid = attention::emulator::this_fiber().block->launch->in_stream->number;
+#else
     asm volatile("{.reg .u32 upper; mov.b64 {%0, upper}, %%gridid;}" : "=r"(grid));
 #endif
     store(8, now(), grid);

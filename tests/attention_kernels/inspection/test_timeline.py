@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from attention_kernels import ladder
 from attention_kernels.inspection import resources, timeline
 from attention_kernels.inspection.sass import decode
 from attention_kernels.ladder import header
+from attention_kernels.ladder.op import load_op
 from tests.attention_kernels.inspection.sass.common import H200, needs_cuda_programs
 
 EMPTY = "#ifndef STAMP\n#define STAMP(name)\n#endif\n"
@@ -45,6 +47,29 @@ def test_a_build_stamps_every_wait_of_the_first_blocks(named):
     found, *_ = timeline.measure(version, CALL, HEAD_DIM, "cpu")
     assert {one.block for one in found} == {0, 1}
     check(found, places)
+
+
+def test_the_kept_call_follows_one_on_other_tensors_so_that_its_code_is_warm(named, monkeypatch):
+    version, places = named
+    calls = []
+
+    def load(version, *others):
+        op = load_op(version, *others)
+        return lambda q, *rest: calls.append((version.op, q.data_ptr())) or op(q, *rest)
+
+    monkeypatch.setattr(timeline, "load_op", load)
+    found, *_ = timeline.measure(version, CALL, HEAD_DIM, "cpu")
+    assert [op for op, _ in calls] == [f"{version.op}_stamps"] * 2
+    assert len({*calls}) == 2
+    assert {one.launch for one in found} == {0}
+    assert check(found, places) == 2 * len(places)  # one call passes each place twice
+
+
+def test_the_second_call_is_kept(named):
+    stamps = np.zeros(timeline._SHAPE, timeline._STAMP)
+    stamps[0, 0, :2] = [(16, 2, 20, 5), (48, 2, 55, 6)]
+    (warp,) = timeline._read(named[0], stamps)
+    assert warp.stamps == [("1", 0, 7)]
 
 
 @needs_cuda_programs
