@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -55,7 +55,11 @@ _LATER, _DELAY, _DELAYING = 3, 0.2, ("FFMA", "FMUL", "FADD")
 # Cycles per wavefront of a load beside products: if these load operands half of the time, as with A
 # from registers; and how many more if they load all the time. A shuffle takes twice as long.
 _WAVEFRONT = (1.6, 1.7)
-_QUEUE = 40  # warps wait while this many wavefronts are outstanding
+# Warps that ask for shared memory wait while this many wavefronts are outstanding, and those that
+# ask for global memory while the load-store unit has this many such requests: so the probe says.
+_QUEUE, _REQUESTS = 40, 64
+# The share of memory's bandwidth that multiprocessors get if all ask at once: so the probe says.
+_BURST = 0.7
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
@@ -103,11 +107,9 @@ class _Scheduler:
         self.pending: list[tuple[float, int]] = []
         """Warps that wait for results, with the times at which these are there: a heap."""
         self.ready: list[int] = []
-        """Warps that wait for no result, in order."""
-        self.last = -1
-        """The warp that issued last."""
-        self.free = self.port = 0.0
-        """When it can issue, and when it has handed its last request to shared memory."""
+        """Warps that wait for no result."""
+        self.free = self.issued = self.port = 0.0
+        """When it can issue, when it last has, and when its last request is in shared memory."""
         self.pipes = dict.fromkeys(pipes, 0.0)
         """When each pipe is free."""
         self.banks = [0.0, 0.0]
@@ -204,8 +206,8 @@ class _Warp:
 class Multiprocessor:
     """One multiprocessor of a GPU that executes blocks of a kernel.
 
-    Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
-    otherwise from the oldest that is.
+    Each scheduler issues one instruction a cycle, from the warp that has waited longest since its
+    last. Schedulers take turns at what they share.
     """
 
     def __init__(self, gpu: GpuModel, code: Code, miss: float) -> None:
@@ -239,14 +241,13 @@ class Multiprocessor:
         issued = 0
         while issued < most:
             turns = [
-                (one.free if one.ready else max(one.free, one.pending[0][0]), number)
-                for number, one in enumerate(self.schedulers)
+                (one.free if one.ready else max(one.free, one.pending[0][0]), one.issued, n, one)
+                for n, one in enumerate(self.schedulers)
                 if one.ready or one.pending
             ]
             if not turns:
                 break
-            now, number = min(turns)
-            scheduler = self.schedulers[number]
+            now, _, _, scheduler = min(turns)
             if warp := self._select(scheduler, now):
                 self._issue(warp, scheduler, now)
                 issued += 1
@@ -259,7 +260,9 @@ class Multiprocessor:
 
     def _start(self, works: Sequence[Work], most: float) -> None:
         # When the load-store unit, L2, the tensor cores and all units have served all requests so
-        # far; and the cycles per wavefront beside the latest product.
+        # far; the cycles per wavefront beside the latest product; and when the load-store unit has
+        # served each of the latest requests to global memory.
+        self.asked = deque([0.0] * _REQUESTS, _REQUESTS)
         self.shared = self.l2 = self.products = self.end = self.wavefront = 0.0
         starts = [[0] * len(work.warps) for work in works]
         if works[0].parts and most < sum(work.counts["issue"] for work in works):
@@ -296,21 +299,20 @@ class Multiprocessor:
         ready, pending = scheduler.ready, scheduler.pending
         while pending and pending[0][0] <= now:
             ready.append(heapq.heappop(pending)[1])
-        ready.sort()
-        order = [scheduler.last, *ready] if scheduler.last in ready else [*ready]
-        selected, soonest = None, math.inf
-        for number in order:
+        ready.sort(key=lambda number: (self.warps[number].issued, number))
+        first, selected, soonest = ready[0], None, math.inf
+        for number in ready:
             possible, _ = self._possible(self.warps[number], scheduler, now)
             if possible <= now:
                 selected = self.warps[number]
                 ready.remove(number)
-                scheduler.last, scheduler.free = number, now + 1
+                scheduler.issued, scheduler.free = now, now + 1
                 break
             soonest = min(soonest, possible)
         else:
             scheduler.free = min(soonest, pending[0][0]) if pending else soonest
         for number in ready if self.stalls is not None else ():
-            is_first = selected is None and number == order[0]
+            is_first = selected is None and number == first
             _, why = self._possible(self.warps[number], scheduler, now, is_first=is_first)
             self._watch(self.warps[number], scheduler.free, why)
         return selected
@@ -331,9 +333,10 @@ class Multiprocessor:
             ended = warp.block.when[warp.products[-_AHEAD]]  # 0 if not all warps have issued it
             when, why = max((when, why), (ended - _PRODUCT + _NEXT, "gmma"))
         if pipe in _LOAD_STORE:
-            queued = max(self.shared, scheduler.port) - _QUEUE
+            is_global = pipe == "global"
+            queued = self.asked[0] if is_global else max(self.shared, scheduler.port) - _QUEUE
             if queued > when:
-                when, why = queued, "LG throttle" if pipe == "global" else MIO
+                when, why = queued, "LG throttle" if is_global else MIO
         for count, read in zip(registers, scheduler.banks, strict=True) if is_first else ():
             if count and read + count - _WINDOW > when:
                 when, why = read + count - _WINDOW, "dispatch stall"
@@ -404,10 +407,9 @@ class Multiprocessor:
         The instruction delays the next product: the end of the current one is known already.
         """
         later = _LATER if now < self.products and pipe in _BESIDE else 0
-        factor = _BESIDE[pipe] if later else 1.0
         if later and one.base in _DELAYING and scheduler.pipes[pipe] == now:
             self.products += _DELAY
-        scheduler.pipes[pipe] = now + self.busy[pipe] * factor
+        scheduler.pipes[pipe] = now + self.busy[pipe] * (_BESIDE[pipe] if later else 1.0)
         if pipe == "multiply":
             scheduler.pipes["fma"] = max(scheduler.pipes["fma"], now + 1)
         return later
@@ -434,6 +436,8 @@ class Multiprocessor:
         if pipe in _PORT:
             begin = max(begin, scheduler.port)
             scheduler.port = begin + _PORT[pipe] * cost
+        else:
+            self.asked.append(self.shared)
         read, served = begin + 4, begin + cost
         if pipe == "shuffle":
             return read, served, begin + _SHUFFLE - 2
@@ -575,9 +579,7 @@ def time_grid(
         return 0.0, 0.0, 0.0
     fits, one, full = multiprocessors(gpu, code, line, room, from_memory)
     alone, extra = one.alone(line.works)
-    paces = [alone]
-    if fits > 1:
-        paces = full.together(line.works, fits)
+    paces = full.together(line.works, fits) if fits > 1 else [alone]
     if stalls is not None:
         mean = line.totals()["issue"] / line.busy
         Multiprocessor(gpu, code, one.miss).observe(line.works, fits, mean, stalls)
@@ -616,7 +618,7 @@ def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
 
     share: of memory's bandwidth, which all resident blocks divide among them.
     """
-    memory = share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
+    memory = _BURST * share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
     l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
     pace = 1 / ((1 - from_memory) / l2 + from_memory / memory)
     return dataclasses.replace(gpu, l2_bytes_per_cycle=pace * gpu.multiprocessors)
@@ -643,10 +645,9 @@ def finish(
         for count in range(len(paces) + 1)
     ]
     places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]
-    for _ in paces:
-        for place in places:
-            if waiting:
-                place.append(waiting.pop())
+    for place in places * len(paces):
+        if waiting:
+            place.append(waiting.pop())
 
     def event(number: int, now: float) -> tuple[float, int, int, float, int]:
         """Return when the next block of a multiprocessor ends, and its index there.

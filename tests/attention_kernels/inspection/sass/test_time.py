@@ -97,6 +97,18 @@ def test_a_warpgroup_issues_few_products_ahead():
     assert cycles == pytest.approx(800, abs=30)
 
 
+@pytest.mark.parametrize(("one", "count", "last"), [(LOAD, 16, 534), (SHARED, 400, 19230)])
+def test_warps_that_ask_for_the_same_unit_take_turns(one, count, last):
+    """The probe's 12 warps issue 16 loads of 512 bytes from global memory in 534 cycles, and end
+    together after those from shared memory, 48 cycles per load.
+    """
+    model = Multiprocessor(H200, [one, Instruction("CS2R", ("R4", "SR_CLOCKLO"))], 0.0)
+    model.run([work_of(*[[*in_order([one], 4, 4) * count, (1, (0, 0, 0), None, None)]] * 12)])
+    ends = [cycle for *_, cycle in model.marks]
+    assert max(ends) == pytest.approx(last, rel=0.05)
+    assert min(ends) > 0.8 * max(ends)
+
+
 @pytest.mark.parametrize(("size", "each"), [(2048, 1.0), (2080, 1.094), (4096, 2.22)])
 def test_a_loop_of_more_than_32_kb_waits_for_its_instructions(size, each):
     """The study `probe` measured 1.04 cycles per instruction within 32 KB, 1.14 and 2.22 beyond."""
