@@ -248,7 +248,7 @@ def marks(program: Program, launch: Launch, min_bytes: float) -> list[tuple[int,
 
 
 def _place(program: Program, launch: Launch, line: Line, min_bytes: float) -> tuple[int, float]:
-    """Return how many blocks fit on a multiprocessor, and the share of sectors from memory.
+    """Return how many blocks fit on a multiprocessor, and the share of inputs from memory.
 
     Raises UnsupportedError if none fits.
     """
@@ -258,7 +258,7 @@ def _place(program: Program, launch: Launch, line: Line, min_bytes: float) -> tu
     if room == 0:
         reason = f"a block does not fit on a multiprocessor of {program.gpu.name}: too much {limit}"
         raise UnsupportedError(program.path.name, [reason])
-    return room, min(1.0, min_bytes / max(1.0, line.totals()["misses"] * SECTOR))
+    return room, min(1.0, min_bytes / max(1.0, line.totals()["inputs"] * SECTOR))
 
 
 def _needs(gpu: GpuModel, total: dict[str, float], size: float, hertz: float) -> dict[str, float]:

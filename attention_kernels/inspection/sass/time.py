@@ -152,6 +152,8 @@ class _Block:
         """When the last contribution to an event was made; if it is complete, when it was."""
         self.cause: dict[Event, int] = {}
         """The instruction that made that contribution."""
+        self.arrives: defaultdict[int, float] = defaultdict(float)
+        """When the latest request of each instruction is there."""
         self.waiting: defaultdict[Event, list[tuple[_Warp, float]]] = defaultdict(list)
         """Warps that wait for an event, and the time from which they could go on."""
         for warp, at in zip(work.warps, starts, strict=True):
@@ -210,9 +212,12 @@ class Multiprocessor:
     last. Schedulers take turns at what they share.
     """
 
-    def __init__(self, gpu: GpuModel, code: Code, miss: float) -> None:
-        """code: the kernel's. miss: latency of a request that goes to L2, in cycles."""
-        self.gpu, self.code, self.miss = gpu, code, miss
+    def __init__(self, gpu: GpuModel, code: Code, input_latency: float, input_rate: float) -> None:
+        """code: the kernel's. input_latency: of a request for the call's inputs, in cycles.
+        input_rate: at which they arrive, in bytes per cycle.
+        """
+        self.gpu, self.code = gpu, code
+        self.input_latency, self.input_rate = input_latency, input_rate
         integer = SCHEDULERS * WARP / gpu.integer_lanes
         self.busy = {
             **dict.fromkeys((*_LOAD_STORE, "control", "warpgroup", "tile"), 1.0),
@@ -357,6 +362,8 @@ class Multiprocessor:
         warp.issued = now
         later = self._occupy(one, pipe, scheduler, now)
         read, served, done = self._serve(one, pipe, scheduler, now, request)
+        if pipe == "global":  # what another warp has requested is there when that one gets it
+            done = block.arrives[index] = max(done, block.arrives[index])
         reason = LONG if pipe == "global" else SHORT
         warp.release(one.writes, (done + later, index, reason))
         warp.release(one.reads, (read, index, reason))
@@ -419,12 +426,11 @@ class Multiprocessor:
     ) -> tuple[float, float, float]:
         """Return when operands are read, the request is served, and the result is ready.
 
-        request: its wavefronts, lines and misses.
+        request: its wavefronts, lines, misses and inputs.
         """
-        wavefronts, lines, misses = request
+        wavefronts, lines, *fetched = request
         if pipe == "tile":
-            self.l2 = max(self.l2, now) + misses * SECTOR / self.l2_rate
-            done = self.l2 + (self.miss if misses else self.gpu.l1_latency)
+            done = self._fetch(now, *fetched)
             return now + _FIXED[1], done, done
         if pipe not in _LOAD_STORE:
             result, operands = _LATENCIES.get(pipe, _FIXED)
@@ -443,10 +449,14 @@ class Multiprocessor:
             return read, served, begin + _SHUFFLE - 2
         if pipe == "shared":
             return read, served, served - 3 + self.gpu.shared_latency
-        if one.base in STORES or misses:
-            self.l2 = max(self.l2, begin) + misses * SECTOR / self.l2_rate
-        done = max(begin, self.l2) + self.miss if misses else served + self.gpu.l1_latency
+        done = self._fetch(begin, *fetched) if fetched[0] else served + self.gpu.l1_latency
         return read, served, served if one.base in STORES else done
+
+    def _fetch(self, now: float, misses: int, inputs: int) -> float:
+        """Return when sectors that go to L2 are there, some of which hold inputs."""
+        cycles = (misses - inputs) / self.l2_rate + inputs / self.input_rate
+        self.l2 = max(self.l2, now) + cycles * SECTOR
+        return self.l2 + (self.input_latency if inputs else self.gpu.l2_latency)
 
     def _wake(self, warp: _Warp, when: float) -> None:
         """Let a warp go on at a time, once its code and the results that it needs are there."""
@@ -571,8 +581,8 @@ def time_grid(
     """Return the cycles until all blocks of a grid have ended, with the work shared equally, and
     those of a block.
 
-    room: blocks that fit on a multiprocessor. from_memory: the share of the sectors that do not
-    come from L2. stalls: records those on a full multiprocessor. released: the cycles by which the
+    room: blocks that fit on a multiprocessor. from_memory: the share of the inputs' sectors that do
+    not come from L2. stalls: records those on a full multiprocessor. released: the cycles by which the
     first blocks start before the previous launch has ended.
     """
     if not line.works:
@@ -582,7 +592,8 @@ def time_grid(
     paces = full.together(line.works, fits) if fits > 1 else [alone]
     if stalls is not None:
         mean = line.totals()["issue"] / line.busy
-        Multiprocessor(gpu, code, one.miss).observe(line.works, fits, mean, stalls)
+        unpaced = Multiprocessor(gpu, code, one.input_latency, one.l2_rate)
+        unpaced.observe(line.works, fits, mean, stalls)
     end, equal = finish(line, gpu, alone, paces, extra)
     end = equal + (end - equal) / max(1, line.taken - 1)  # a block that is late takes fewer parts
     if released:
@@ -601,27 +612,26 @@ def multiprocessors(
     # memory. So does a block that requests data of its own. The output of an earlier launch is in
     # L2, and so is all if nothing is known to come from memory.
     at_once = room * gpu.multiprocessors / line.busy
-    cold = line.inputs * min(1.0, max(at_once, from_memory)) * (from_memory > 0)
-    miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
+    cold = min(1.0, max(at_once, from_memory)) * (from_memory > 0)
+    latency = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     # No multiprocessor gets more blocks than if all are shared out equally.
     fits = min(room, -(-line.busy // gpu.multiprocessors))
     resident = min(line.busy, fits * gpu.multiprocessors)
     one, full = (
-        Multiprocessor(_paced(gpu, from_memory, count / resident), code, miss)
+        Multiprocessor(gpu, code, latency, _pace(gpu, from_memory, count / resident))
         for count in (1, fits)
     )
     return fits, one, full
 
 
-def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
-    """Return the GPU with the pace of one multiprocessor's sectors, from L2 and from memory.
+def _pace(gpu: GpuModel, from_memory: float, share: float) -> float:
+    """Return at how many bytes per cycle a multiprocessor's inputs arrive, from L2 and memory.
 
     share: of memory's bandwidth, which all resident blocks divide among them.
     """
     memory = _BURST * share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
     l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
-    pace = 1 / ((1 - from_memory) / l2 + from_memory / memory)
-    return dataclasses.replace(gpu, l2_bytes_per_cycle=pace * gpu.multiprocessors)
+    return min(64.0, 1 / ((1 - from_memory) / l2 + from_memory / memory))
 
 
 def finish(
