@@ -57,7 +57,7 @@ _LATER, _DELAY, _DELAYING = 3, 0.2, ("FFMA", "FMUL", "FADD")
 _WAVEFRONT = (1.6, 1.7)
 # Warps that ask for shared memory wait while this many wavefronts are outstanding, and those that
 # ask for global memory while the load-store unit has this many such requests: so the probe says.
-_QUEUE, _REQUESTS = 40, 64
+_QUEUE, _REQUESTS = 160, 64
 # The share of memory's bandwidth that multiprocessors get if all ask at once: so the probe says.
 _BURST = 0.7
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
@@ -107,7 +107,9 @@ class _Scheduler:
         self.pending: list[tuple[float, int]] = []
         """Warps that wait for results, with the times at which these are there: a heap."""
         self.ready: list[int] = []
-        """Warps that wait for no result."""
+        """Warps that wait for no result, in order."""
+        self.last = -1
+        """The warp that issued last."""
         self.free = self.issued = self.port = 0.0
         """When it can issue, when it last has, and when its last request is in shared memory."""
         self.pipes = dict.fromkeys(pipes, 0.0)
@@ -208,8 +210,8 @@ class _Warp:
 class Multiprocessor:
     """One multiprocessor of a GPU that executes blocks of a kernel.
 
-    Each scheduler issues one instruction a cycle, from the warp that has waited longest since its
-    last. Schedulers take turns at what they share.
+    Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
+    otherwise from the oldest that is. Schedulers take turns at what they share.
     """
 
     def __init__(self, gpu: GpuModel, code: Code, input_latency: float, input_rate: float) -> None:
@@ -304,20 +306,21 @@ class Multiprocessor:
         ready, pending = scheduler.ready, scheduler.pending
         while pending and pending[0][0] <= now:
             ready.append(heapq.heappop(pending)[1])
-        ready.sort(key=lambda number: (self.warps[number].issued, number))
-        first, selected, soonest = ready[0], None, math.inf
-        for number in ready:
+        ready.sort()
+        order = [scheduler.last, *ready] if scheduler.last in ready else [*ready]
+        selected, soonest = None, math.inf
+        for number in order:
             possible, _ = self._possible(self.warps[number], scheduler, now)
             if possible <= now:
                 selected = self.warps[number]
                 ready.remove(number)
-                scheduler.issued, scheduler.free = now, now + 1
+                scheduler.last, scheduler.issued, scheduler.free = number, now, now + 1
                 break
             soonest = min(soonest, possible)
         else:
             scheduler.free = min(soonest, pending[0][0]) if pending else soonest
         for number in ready if self.stalls is not None else ():
-            is_first = selected is None and number == first
+            is_first = selected is None and number == order[0]
             _, why = self._possible(self.warps[number], scheduler, now, is_first=is_first)
             self._watch(self.warps[number], scheduler.free, why)
         return selected
