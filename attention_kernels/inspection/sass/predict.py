@@ -224,8 +224,7 @@ def _predict_launch(
     balanced = min(max(equal / hertz, busiest), finished)
     times = finished + gpu.launch_us, needs, balanced - busiest, finished - balanced, gpu.launch_us
     counts = round(total["issue"]), round(total["loads"]), round(total["stores"])
-    found = Prediction(program.path.stem, gpu.name, 0, *times, 1, *counts, tuple(assumed))
-    return found, block
+    return Prediction(program.path.stem, gpu.name, 0, *times, 1, *counts, tuple(assumed)), block
 
 
 def marks(program: Program, launch: Launch, min_bytes: float) -> list[tuple[int, int, float]]:

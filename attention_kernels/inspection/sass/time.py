@@ -107,7 +107,7 @@ class _Scheduler:
         self.pending: list[tuple[float, int]] = []
         """Warps that wait for results, with the times at which these are there: a heap."""
         self.ready: list[int] = []
-        """Warps that wait for no result, in order."""
+        """Warps that wait for no result."""
         self.last = -1
         """The warp that issued last."""
         self.free = self.issued = self.port = 0.0
@@ -141,9 +141,9 @@ class _Scheduler:
 class _Block:
     """A block: its warps at the barrier, and the events for which its warps wait."""
 
-    def __init__(self, work: Work, starts: Sequence[int]) -> None:
+    def __init__(self, number: int, work: Work, starts: Sequence[int]) -> None:
         """starts: position of each warp's first instruction that is simulated."""
-        self.work = work
+        self.number, self.work = number, work
         self.issued = self.running = 0
         self.arrived: list[_Warp] = []
         self.opens = 0.0
@@ -181,6 +181,8 @@ class _Warp:
     """Position of the next instruction in the stream."""
     issued: float = 0.0
     """When it issued the last instruction."""
+    ready: float = 0.0
+    """When the last result, barrier or event for which it waited was there."""
     boards: list[tuple[float, int, str]] = field(default_factory=lambda: [(0.0, 0, SHORT)] * 6)
     """When each of its scoreboards is released, by which instruction, and the reason to wait."""
     watched: float = 0.0
@@ -211,15 +213,13 @@ class Multiprocessor:
     """One multiprocessor of a GPU that executes blocks of a kernel.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
-    otherwise from the oldest that is. Schedulers take turns at what they share.
+    otherwise, among the oldest block's, from the one that has been ready for longest. Schedulers
+    take turns at what they share.
     """
 
-    def __init__(self, gpu: GpuModel, code: Code, input_latency: float, input_rate: float) -> None:
-        """code: the kernel's. input_latency: of a request for the call's inputs, in cycles.
-        input_rate: at which they arrive, in bytes per cycle.
-        """
-        self.gpu, self.code = gpu, code
-        self.input_latency, self.input_rate = input_latency, input_rate
+    def __init__(self, gpu: GpuModel, code: Code, latency: float, rate: float) -> None:
+        """latency, rate: of requests for the call's inputs, in cycles and bytes per cycle."""
+        self.gpu, self.code, self.latency, self.rate = gpu, code, latency, rate
         integer = SCHEDULERS * WARP / gpu.integer_lanes
         self.busy = {
             **dict.fromkeys((*_LOAD_STORE, "control", "warpgroup", "tile"), 1.0),
@@ -278,7 +278,7 @@ class Multiprocessor:
             first = 1 if works[0].needs else 0
             places = (first + (4 - first) * number // len(works) for number in range(len(works)))
             starts = [work.parts[place] for work, place in zip(works, places, strict=True)]
-        self.blocks = [_Block(work, start) for work, start in zip(works, starts, strict=True)]
+        self.blocks = [_Block(i, *one) for i, one in enumerate(zip(works, starts, strict=True))]
         self.warps: list[_Warp] = []
         for block, start in zip(self.blocks, starts, strict=True):
             for stream, at in zip(block.work.warps, start, strict=True):
@@ -306,13 +306,13 @@ class Multiprocessor:
         ready, pending = scheduler.ready, scheduler.pending
         while pending and pending[0][0] <= now:
             ready.append(heapq.heappop(pending)[1])
-        ready.sort()
-        order = [scheduler.last, *ready] if scheduler.last in ready else [*ready]
-        selected, soonest = None, math.inf
-        for number in order:
-            possible, _ = self._possible(self.warps[number], scheduler, now)
+        own, last = self.warps, scheduler.last
+        ready.sort(key=lambda n: (n != last, own[n].block.number, own[n].ready, -n))
+        first, selected, soonest = ready[0], None, math.inf
+        for number in ready:
+            possible, _ = self._possible(own[number], scheduler, now)
             if possible <= now:
-                selected = self.warps[number]
+                first, selected = -1, own[number]
                 ready.remove(number)
                 scheduler.last, scheduler.issued, scheduler.free = number, now, now + 1
                 break
@@ -320,9 +320,8 @@ class Multiprocessor:
         else:
             scheduler.free = min(soonest, pending[0][0]) if pending else soonest
         for number in ready if self.stalls is not None else ():
-            is_first = selected is None and number == order[0]
-            _, why = self._possible(self.warps[number], scheduler, now, is_first=is_first)
-            self._watch(self.warps[number], scheduler.free, why)
+            _, why = self._possible(own[number], scheduler, now, is_first=number == first)
+            self._watch(own[number], scheduler.free, why)
         return selected
 
     def _possible(
@@ -341,10 +340,9 @@ class Multiprocessor:
             ended = warp.block.when[warp.products[-_AHEAD]]  # 0 if not all warps have issued it
             when, why = max((when, why), (ended - _PRODUCT + _NEXT, "gmma"))
         if pipe in _LOAD_STORE:
-            is_global = pipe == "global"
-            queued = self.asked[0] if is_global else max(self.shared, scheduler.port) - _QUEUE
-            if queued > when:
-                when, why = queued, "LG throttle" if is_global else MIO
+            full = self.asked[0] if pipe == "global" else max(self.shared, scheduler.port) - _QUEUE
+            if full > when:
+                when, why = full, "LG throttle" if pipe == "global" else MIO
         for count, read in zip(registers, scheduler.banks, strict=True) if is_first else ():
             if count and read + count - _WINDOW > when:
                 when, why = read + count - _WINDOW, "dispatch stall"
@@ -364,9 +362,7 @@ class Multiprocessor:
         block.issued += 1
         warp.issued = now
         later = self._occupy(one, pipe, scheduler, now)
-        read, served, done = self._serve(one, pipe, scheduler, now, request)
-        if pipe == "global":  # what another warp has requested is there when that one gets it
-            done = block.arrives[index] = max(done, block.arrives[index])
+        read, served, done = self._serve(warp, pipe, scheduler, now, request)
         reason = LONG if pipe == "global" else SHORT
         warp.release(one.writes, (done + later, index, reason))
         warp.release(one.reads, (read, index, reason))
@@ -425,12 +421,9 @@ class Multiprocessor:
         return later
 
     def _serve(
-        self, one: Instruction, pipe: str, scheduler: _Scheduler, now: float, request: Sequence[int]
+        self, warp: _Warp, pipe: str, scheduler: _Scheduler, now: float, request: Sequence[int]
     ) -> tuple[float, float, float]:
-        """Return when operands are read, the request is served, and the result is ready.
-
-        request: its wavefronts, lines, misses and inputs.
-        """
+        """Return when operands are read, a request (of Issued) is served, and the result ready."""
         wavefronts, lines, *fetched = request
         if pipe == "tile":
             done = self._fetch(now, *fetched)
@@ -453,13 +446,15 @@ class Multiprocessor:
         if pipe == "shared":
             return read, served, served - 3 + self.gpu.shared_latency
         done = self._fetch(begin, *fetched) if fetched[0] else served + self.gpu.l1_latency
-        return read, served, served if one.base in STORES else done
+        arrives = warp.block.arrives  # what another warp has requested is there when it gets it
+        done = arrives[warp.index] = max(done, arrives[warp.index])
+        return read, served, served if self.code[warp.index].base in STORES else done
 
     def _fetch(self, now: float, misses: int, inputs: int) -> float:
         """Return when sectors that go to L2 are there, some of which hold inputs."""
-        cycles = (misses - inputs) / self.l2_rate + inputs / self.input_rate
+        cycles = (misses - inputs) / self.l2_rate + inputs / self.rate
         self.l2 = max(self.l2, now) + cycles * SECTOR
-        return self.l2 + (self.input_latency if inputs else self.gpu.l2_latency)
+        return self.l2 + (self.latency if inputs else self.gpu.l2_latency)
 
     def _wake(self, warp: _Warp, when: float) -> None:
         """Let a warp go on at a time, once its code and the results that it needs are there."""
@@ -471,7 +466,8 @@ class Multiprocessor:
         if one.waits:
             released, cause, reason = max(warp.boards[board] for board in one.waits)
             self._watch(warp, released, reason, cause)
-            when = max(when, released)
+            if released > when:
+                when = warp.ready = released
         heapq.heappush(scheduler.pending, (when, warp.number))
 
     def _resume(self, block: _Block, event: Event) -> None:
@@ -481,6 +477,7 @@ class Multiprocessor:
             one = self.code[latest]
             when = max(next_at, block.when[event] + (_BARRIER if one.base == "BAR" else 0))
             self._watch(warp, when, _AWAITING.get(one.base, WAIT), block.cause.get(event, 0))
+            warp.ready = when
             if one.base == "SYNCS":  # whether the phase is complete is a result
                 result = block.when[event] + self.gpu.shared_latency
                 warp.release(one.writes, (result, latest, SHORT))
@@ -492,6 +489,7 @@ class Multiprocessor:
             when = block.opens + _BARRIER
             for warp in block.arrived:
                 self._watch(warp, when, "barrier", warp.stream[warp.at - 1][0])
+                warp.ready = when
                 self._wake(warp, when)
             block.arrived.clear()
 
@@ -537,8 +535,7 @@ class Multiprocessor:
         has been executed: beginnings and ends count as often as they occur.
         """
         some = [work for work in works if work.counts["issue"] * count <= _MAX_OBSERVED]
-        shortest = min(works, key=lambda work: work.counts["issue"])
-        work = min(some or [shortest], key=lambda work: abs(work.counts["issue"] - mean))
+        work = min(some or _by_length(works)[:1], key=lambda one: abs(one.counts["issue"] - mean))
         blocks = []
         for number in range(count):
             start = work.parts[len(work.parts) * number // count]
@@ -584,9 +581,9 @@ def time_grid(
     """Return the cycles until all blocks of a grid have ended, with the work shared equally, and
     those of a block.
 
-    room: blocks that fit on a multiprocessor. from_memory: the share of the inputs' sectors that do
-    not come from L2. stalls: records those on a full multiprocessor. released: the cycles by which the
-    first blocks start before the previous launch has ended.
+    room: blocks that fit on a multiprocessor. from_memory: the share of the inputs that do not come
+    from L2. stalls: records those on a full multiprocessor. released: the cycles by which the first
+    blocks start before the previous launch has ended.
     """
     if not line.works:
         return 0.0, 0.0, 0.0
@@ -594,9 +591,7 @@ def time_grid(
     alone, extra = one.alone(line.works)
     paces = full.together(line.works, fits) if fits > 1 else [alone]
     if stalls is not None:
-        mean = line.totals()["issue"] / line.busy
-        unpaced = Multiprocessor(gpu, code, one.input_latency, one.l2_rate)
-        unpaced.observe(line.works, fits, mean, stalls)
+        full.observe(line.works, fits, line.totals()["issue"] / line.busy, stalls)
     end, equal = finish(line, gpu, alone, paces, extra)
     end = equal + (end - equal) / max(1, line.taken - 1)  # a block that is late takes fewer parts
     if released:
@@ -628,10 +623,7 @@ def multiprocessors(
 
 
 def _pace(gpu: GpuModel, from_memory: float, share: float) -> float:
-    """Return at how many bytes per cycle a multiprocessor's inputs arrive, from L2 and memory.
-
-    share: of memory's bandwidth, which all resident blocks divide among them.
-    """
+    """Return the bytes of inputs per cycle of a multiprocessor with a share of the bandwidth."""
     memory = _BURST * share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
     l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
     return min(64.0, 1 / ((1 - from_memory) / l2 + from_memory / memory))
@@ -663,10 +655,7 @@ def finish(
             place.append(waiting.pop())
 
     def event(number: int, now: float) -> tuple[float, int, int, float, int]:
-        """Return when the next block of a multiprocessor ends, and its index there.
-
-        Multiprocessors whose blocks end together take turns with the blocks that wait.
-        """
+        """Return when the next block of a multiprocessor ends, and its index there; ties rotate."""
         place = places[number]
         ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
         first = min(range(len(place)), key=ends.__getitem__)

@@ -16,13 +16,7 @@ import numpy as np
 from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import MAP_BYTES, Instruction, SassError, consecutive
-from attention_kernels.inspection.sass.execute.state import (
-    LOW,
-    WARPGROUP,
-    Blocks,
-    Mbarrier,
-    is_input,
-)
+from attention_kernels.inspection.sass.execute.state import LOW, STORED, WARPGROUP, Blocks, Mbarrier
 
 # Code addresses constant bank 0 like memory, to find tensor maps. Here that address is far from all
 # tensors.
@@ -107,7 +101,7 @@ def copy_tile(blocks: Blocks, one: Instruction) -> None:
             sectors = range(address >> 5, address + count + 31 >> 5)
             blocks.seen[warp // blocks.warps] |= dict.fromkeys(sectors, len(blocks.issued))
             misses[warp] += len(sectors)
-            inputs[warp] += len(sectors) * (is_load and is_input(address))
+            inputs[warp] += len(sectors) * (is_load and address >> 40 not in STORED)
         if is_load:
             place = warp // blocks.warps, int(blocks.read(registers[1])[lane])
             barrier = _at(blocks, one, place)

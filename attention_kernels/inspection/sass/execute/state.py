@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass.decode import Code, Instruction, SassError, consecutive
-from attention_kernels.inspection.sass.gpus import SECTOR
 
 WARPGROUP = 4  # warps
 SHARED_WORDS = 1 << 16  # more than a block can have
+STORED = (4, 5)  # terabytes of o and scratch, where the recorder of launches puts them
 STORES = ("STG", "ST", "RED", "REDG", "STL")  # instructions that write to global or local memory
 # One register in every lane. It holds 32 bits; sums and products have room for carries.
 Values: TypeAlias = npt.NDArray[np.int64]
@@ -251,14 +251,9 @@ class Blocks:
             seen = self.seen[warp // self.warps]
             new = touched if one.base in STORES else [x for x in touched if x not in seen]
             misses[warp] = len(new)
-            if new and one.base not in STORES and is_input(new[0] * SECTOR):
+            if new and one.base not in STORES and new[0] >> 35 not in STORED:
                 inputs[warp] = len(new)
             seen |= dict.fromkeys(new, len(self.issued))
-
-
-def is_input(address: int) -> bool:
-    """Return whether an address may hold an input of the call, not what a launch has stored."""
-    return address >> 40 not in (4, 5)  # where the recorder of launches puts o and scratch
 
 
 def _wavefronts(relative: Values, size: int, merges: bool) -> int:

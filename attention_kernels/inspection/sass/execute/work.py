@@ -32,8 +32,8 @@ _MAX_GRID = 2**20  # most blocks in a grid: each is scheduled
 _MAX_WHOLE = 32  # block 0 is executed as well if an axis has at most this many blocks
 
 Issued: TypeAlias = tuple[int, Sequence[int], Event | None, Event | None]
-"""An instruction of a warp: its index; its wavefronts, L1 lines, sectors that go to L2, and those of
-them that hold inputs; the event to which it contributes; and the event for which it waits."""
+"""An instruction of a warp: its index; its wavefronts, L1 lines, sectors that go to L2 and inputs
+among these; the event to which it contributes; and the event for which it waits."""
 _NO_REQUEST = [0, 0, 0, 0]
 
 
@@ -90,9 +90,7 @@ def counts_of(blocks: Blocks) -> list[Counter[str]]:
         counts["issue"] += issued
         counts[pipe_of(one)] += issued
         counts[_WAVEFRONTS.get(one.base, "loads")] += wavefronts
-        counts["lines"] += lines
-        counts["misses"] += misses
-        counts["inputs"] += inputs
+        counts.update(lines=lines, misses=misses, inputs=inputs)
         if one.base in PRODUCTS:
             flop, operands = one.product
             counts["products"] += flop * issued // WARPGROUP
