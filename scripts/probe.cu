@@ -631,6 +631,42 @@ __global__ void copy(const uint4* from, uint4* to, size_t count) {
   }
 }
 
+// Every warp of every block executes the same loop. found: for each warp, the clock before and after, and
+// its multiprocessor.
+enum Loop { kArithmetic, kSharedLoads, kBoth };
+template <Loop kWhat>
+__global__ void together(unsigned* found, int loops) {
+  extern __shared__ float4 words[];
+  for (int i = threadIdx.x; i < 1024; i += blockDim.x) words[i] = make_float4(i, 1.0f, 2.0f, 3.0f);
+  __syncthreads();
+  const unsigned begin = clock_now();
+  const float4 a = words[threadIdx.x % 32], b = words[threadIdx.x % 64];
+  float4 sum = make_float4(0.0f, 1.0f, 2.0f, 3.0f);
+  const auto add = [&](float4 x) {
+    sum = make_float4(fmaf(x.x, sum.x, b.x), fmaf(x.y, sum.y, b.y), fmaf(x.z, sum.z, b.z),
+                      fmaf(x.w, sum.w, b.w));
+  };
+#pragma unroll 1
+  for (int i = 0; i < loops; ++i) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      if (kWhat == kArithmetic) {
+        add(a), add(a);
+      } else {
+        const int at = kWhat == kSharedLoads ? threadIdx.x : threadIdx.x / 8;
+        const float4 x = words[(at + 37 * j + i) % 1024];
+        for (int k = 0; k < (kWhat == kSharedLoads ? 1 : 4); ++k) add(x);
+      }
+    }
+  }
+  const unsigned end = clock_now();
+  sink[threadIdx.x] = sum.x + sum.y + sum.z + sum.w;
+  if (threadIdx.x % 32 != 0) return;
+  found += 3 * (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
+  found[0] = begin, found[1] = end;
+  asm("mov.u32 %0, %%smid;" : "=r"(found[2]));
+}
+
 __global__ void empty() {}
 
 // ---- Early launches ------------------------------------------------------------------------------
@@ -1309,6 +1345,32 @@ void loads_beside_copies() {
   }
 }
 
+// When the blocks of one multiprocessor end, the older first: their last warps.
+template <Loop kWhat>
+void blocks_together(const char* what) {
+  for (int threads : {128, 256, 512}) {
+    for (int count : {1, 2, 3}) {
+      const int bytes = 200000 / count, warps = threads / 32;
+      allow_shared(reinterpret_cast<const void*>(together<kWhat>), bytes);
+      for (int i = 0; i < 2; ++i)
+        together<kWhat><<<count * kMultiprocessors, threads, bytes>>>(
+            reinterpret_cast<unsigned*>(cycles), 400);
+      std::vector<unsigned> found(3 * count * kMultiprocessors * warps);
+      cudaMemcpy(found.data(), cycles, found.size() * sizeof(unsigned), cudaMemcpyDeviceToHost);
+      for (int block = 0, nth = 0; block < count * kMultiprocessors; ++block) {
+        const unsigned* mine = &found[3 * block * warps];
+        if (mine[2] != found[2]) continue;
+        int end = 0;
+        for (int warp = 0; warp < warps; ++warp)
+          end = std::max(end, static_cast<int>(mine[3 * warp + 1] - found[0]));
+        report(std::string(what) + ", " + std::to_string(count) + " blocks of " +
+                   std::to_string(threads) + " threads, block " + std::to_string(nth++) + " ends",
+               end);
+      }
+    }
+  }
+}
+
 // What warps cost each other that ask for the same unit.
 void several_warps() {
   arbitrations<4, 1>("1 wavefront");
@@ -1319,6 +1381,9 @@ void several_warps() {
   outstanding_loads<16, false>("512 bytes in a row");
   outstanding_loads<8, true>("64 bytes of 8 rows");
   loads_beside_copies();
+  blocks_together<kArithmetic>("multiply-adds");
+  blocks_together<kSharedLoads>("loads from shared memory");
+  blocks_together<kBoth>("loads with 16 multiply-adds each");
 }
 
 int main() {
