@@ -535,6 +535,138 @@ __global__ void in_turn(long long* cycles, unsigned y) {
   sink[threadIdx.x] = sum;
 }
 
+// ---- Requests of several warps ------------------------------------------------------------------
+
+constexpr int kParts = 8;
+
+// Every warp loads kLoads times from shared memory, uses each result in kPlain multiply-adds, and so on,
+// kParts x `loops` times. kWidth: 4 or 16 per lane, 1 or 4 wavefronts. found: for each warp, the clock at its
+// start and after each part.
+template <int kWidth, int kLoads, int kPlain>
+__global__ void arbitration(unsigned* found, int loops) {
+  __shared__ alignas(16) float words[1024];
+  for (int i = threadIdx.x; i < 1024; i += blockDim.x) words[i] = 0.0f;
+  const unsigned base = ptx::shared_address(words) + threadIdx.x % 32 * kWidth;
+  unsigned at[kParts + 1];
+  float sums[kLoads] = {};
+  __syncthreads();
+  at[0] = clock_now();
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll 1
+    for (int loop = 0; loop < loops; ++loop) {
+      float x[kLoads], y[kLoads], z[kLoads], w[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (kWidth == 4) {
+          asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x[i]) : "r"(base + i * 512));
+          y[i] = z[i] = w[i] = x[i];
+        } else {
+          asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                       : "=f"(x[i]), "=f"(y[i]), "=f"(z[i]), "=f"(w[i])
+                       : "r"(base + i * 512));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kPlain; ++j)
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+          asm volatile("fma.rn.f32 %0, %1, %2, %0;"
+                       : "+f"(sums[i])
+                       : "f"(j % 2 ? x[i] : z[i]), "f"(j % 2 ? y[i] : w[i]));
+    }
+    at[part + 1] = clock_now();
+  }
+  if (threadIdx.x % 32 == 0)
+    for (int i = 0; i <= kParts; ++i) found[threadIdx.x / 32 * (kParts + 1) + i] = at[i];
+  for (float x : sums) sink[threadIdx.x] += x;
+}
+
+// Every warp asks for kCount x 512 bytes, then waits for the first and for all. kRows: as attention loads
+// Q, 64 bytes of 8 rows that are 3 KB apart; otherwise 512 in a row. found: for each warp, the clock at
+// its start, after it has issued each load, when the first is there, and when all are.
+template <int kCount, bool kRows>
+__global__ void outstanding(unsigned* found, const unsigned char* from, bool is_early) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const size_t number = size_t{blockIdx.x} * warps + warp;
+  const unsigned char* const at =
+      from + (kRows ? (number / 12 * 16 + lane / 4) * 3072 + number % 12 * 256 + lane % 4 * 16
+                    : number * kCount * 512 + lane * 16);
+  unsigned x[kCount][4], stamps[kCount + 3];
+  stamps[0] = clock_now();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
+                 : "l"(at + (kRows ? i % 4 * 64 + i / 4 * 8 * 3072 : i * 512))
+                 : "memory");
+    stamps[i + 1] = clock_now();
+  }
+  unsigned sum = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("add.u32 %0, %0, %1;" : "+r"(sum) : "r"(x[i][0] ^ x[i][1] ^ x[i][2] ^ x[i][3]));
+    if (i == 0 || i == kCount - 1) {
+      // The clock is read after the sum is there.
+      asm volatile(
+          "{\n.reg .pred p;\nsetp.eq.u32 p, %1, 0x9e3779b9;\n@p trap;\nmov.u32 %0, %%clock;\n}"
+          : "=r"(stamps[kCount + 1 + (i > 0)])
+          : "r"(sum)
+          : "memory");
+    }
+  }
+  if (is_early) ptx::wait_for_previous();
+  if (lane == 0)
+    for (int i = 0; i < kCount + 3; ++i) found[number * (kCount + 3) + i] = stamps[i];
+}
+
+// Allows the next kernel at once; every thread copies 16 bytes at a time.
+__global__ void copy(const uint4* from, uint4* to, size_t count) {
+  ptx::allow_next();
+  const size_t all = size_t{gridDim.x} * blockDim.x;
+  for (size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += all) {
+    const uint4 x = from[i];
+    to[i] = x;
+    to[i + count] = x;
+  }
+}
+
+// Every warp of every block executes the same loop. found: for each warp, the clock before and after, and
+// its multiprocessor.
+enum Loop { kArithmetic, kSharedLoads, kBoth };
+template <Loop kWhat>
+__global__ void together(unsigned* found, int loops) {
+  extern __shared__ float4 words[];
+  for (int i = threadIdx.x; i < 1024; i += blockDim.x) words[i] = make_float4(i, 1.0f, 2.0f, 3.0f);
+  __syncthreads();
+  const unsigned begin = clock_now();
+  const float4 a = words[threadIdx.x % 32], b = words[threadIdx.x % 64];
+  float4 sum = make_float4(0.0f, 1.0f, 2.0f, 3.0f);
+  const auto add = [&](float4 x) {
+    sum = make_float4(fmaf(x.x, sum.x, b.x), fmaf(x.y, sum.y, b.y), fmaf(x.z, sum.z, b.z),
+                      fmaf(x.w, sum.w, b.w));
+  };
+#pragma unroll 1
+  for (int i = 0; i < loops; ++i) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      if (kWhat == kArithmetic) {
+        add(a), add(a);
+      } else {
+        const int at = kWhat == kSharedLoads ? threadIdx.x : threadIdx.x / 8;
+        const float4 x = words[(at + 37 * j + i) % 1024];
+        for (int k = 0; k < (kWhat == kSharedLoads ? 1 : 4); ++k) add(x);
+      }
+    }
+  }
+  const unsigned end = clock_now();
+  sink[threadIdx.x] = sum.x + sum.y + sum.z + sum.w;
+  if (threadIdx.x % 32 != 0) return;
+  found += 3 * (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
+  found[0] = begin, found[1] = end;
+  asm("mov.u32 %0, %%smid;" : "=r"(found[2]));
+}
+
 __global__ void empty() {}
 
 // ---- Early launches ------------------------------------------------------------------------------
@@ -1119,8 +1251,143 @@ void decode_step() {
   }
 }
 
+// The clocks that the warps of some blocks have stored, from the earliest of their block on.
+struct Stamps {
+  std::vector<std::vector<double>> at;  // by stamp, then by warp
+
+  Stamps(int blocks, int warps, int stamps) : at(stamps) {
+    std::vector<unsigned> found(static_cast<size_t>(blocks) * warps * stamps);
+    cudaMemcpy(found.data(), cycles, found.size() * sizeof(unsigned), cudaMemcpyDeviceToHost);
+    for (int block = 0; block < blocks; ++block) {
+      const unsigned* mine = &found[static_cast<size_t>(block) * warps * stamps];
+      int begin = 0;
+      for (int warp = 0; warp < warps; ++warp)
+        begin = std::min(begin, static_cast<int>(mine[warp * stamps] - mine[0]));
+      for (int i = 0; i < warps * stamps; ++i)
+        at[i % stamps].push_back(static_cast<int>(mine[i] - mine[0]) - begin);
+    }
+  }
+};
+
+// When the first and the last warp end, and those of each scheduler on average.
+template <int kWidth, int kPlain>
+void arbitrations(const char* loads) {
+  constexpr int kLoops = 64;
+  for (int warps : {4, 5, 8, 16}) {
+    for (int i = 0; i < 2; ++i)
+      arbitration<kWidth, 4, kPlain>
+          <<<1, 32 * warps>>>(reinterpret_cast<unsigned*>(cycles), kLoops);
+    const auto ends = Stamps(1, warps, kParts + 1).at.back();
+    const std::string name = std::string("4 loads of ") + loads + " and " +
+                             std::to_string(4 * kPlain) + " multiply-adds in a loop, " +
+                             std::to_string(warps) + " warps, ";
+    report(name + "the first ends", *std::min_element(ends.begin(), ends.end()));
+    report(name + "the last ends", *std::max_element(ends.begin(), ends.end()));
+    for (int scheduler = 0; scheduler < 4; ++scheduler) {
+      double sum = 0, count = 0;
+      for (int warp = scheduler; warp < warps; warp += 4) sum += ends[warp], ++count;
+      report(name + "scheduler " + std::to_string(scheduler), sum / count);
+    }
+  }
+}
+
+// Medians of all warps, and the latest one's.
+void report_loads(const std::string& name, int blocks, int warps, int count) {
+  Stamps found(blocks, warps, count + 3);
+  for (int i : {1, count / 2, count, count + 1, count + 2}) {
+    auto& one = found.at[i];
+    std::sort(one.begin(), one.end());
+    const std::string what = i <= count       ? "load " + std::to_string(i) + " issued"
+                             : i == count + 1 ? "the first there"
+                                              : "all there";
+    report(name + what, one[one.size() / 2]);
+    report(name + what + ", the latest warp", one.back());
+  }
+}
+
+template <int kCount, bool kRows>
+void outstanding_loads(const char* what) {
+  const auto kernel = outstanding<kCount, kRows>;
+  auto* const stamps = reinterpret_cast<unsigned*>(cycles);
+  for (int blocks : {1, kMultiprocessors}) {
+    for (int warps : {1, 4, 8, 12}) {
+      const size_t bytes = size_t{kCount} * 512 * blocks * warps + (1 << 20);
+      kernel<<<blocks, 32 * warps>>>(stamps, fresh(bytes), false);  // fetches the code
+      unsigned char* const from = fresh(bytes);
+      for (const char* where : {"memory", "L2", "memory after a flush"}) {
+        // Stores of more than L2 holds: its lines have to be written to memory before others come.
+        if (std::string(where) == "memory after a flush") cudaMemset(zeros, 0, size_t{1} << 28);
+        kernel<<<blocks, 32 * warps>>>(stamps, from, false);
+        report_loads(std::to_string(kCount) + " loads of " + what + " from " + where + ", " +
+                         std::to_string(blocks) + " blocks of " + std::to_string(warps) +
+                         " warps, ",
+                     blocks, warps, kCount);
+      }
+    }
+  }
+}
+
+// The loads of a kernel that starts early, while the previous one copies.
+void loads_beside_copies() {
+  for (bool is_flushed : {false, true}) {
+    for (int kilobytes : {0, 1536, 3072, 6144, 12288}) {
+      const size_t bytes = size_t{1024} * kilobytes;
+      const auto* const from = reinterpret_cast<const uint4*>(fresh(bytes));
+      auto* const to = reinterpret_cast<uint4*>(fresh(2 * bytes));
+      if (is_flushed) cudaMemset(zeros, 0, size_t{1} << 28);
+      copy<<<3 * kMultiprocessors, 256>>>(from, to, bytes / 16);
+      launch_early(outstanding<8, true>, kMultiprocessors, 1, 256, 0, nullptr,
+                   reinterpret_cast<unsigned*>(cycles), fresh(8 << 20), true);
+      report_loads("8 loads of 64 bytes of 8 rows while " + std::to_string(kilobytes) +
+                       " KB are copied twice" + (is_flushed ? ", after a flush, " : ", "),
+                   kMultiprocessors, 8, 8);
+    }
+  }
+}
+
+// When the blocks of one multiprocessor end, the older first: their last warps.
+template <Loop kWhat>
+void blocks_together(const char* what) {
+  for (int threads : {128, 256, 512}) {
+    for (int count : {1, 2, 3}) {
+      const int bytes = 200000 / count, warps = threads / 32;
+      allow_shared(reinterpret_cast<const void*>(together<kWhat>), bytes);
+      for (int i = 0; i < 2; ++i)
+        together<kWhat><<<count * kMultiprocessors, threads, bytes>>>(
+            reinterpret_cast<unsigned*>(cycles), 400);
+      std::vector<unsigned> found(3 * count * kMultiprocessors * warps);
+      cudaMemcpy(found.data(), cycles, found.size() * sizeof(unsigned), cudaMemcpyDeviceToHost);
+      for (int block = 0, nth = 0; block < count * kMultiprocessors; ++block) {
+        const unsigned* mine = &found[3 * block * warps];
+        if (mine[2] != found[2]) continue;
+        int end = 0;
+        for (int warp = 0; warp < warps; ++warp)
+          end = std::max(end, static_cast<int>(mine[3 * warp + 1] - found[0]));
+        report(std::string(what) + ", " + std::to_string(count) + " blocks of " +
+                   std::to_string(threads) + " threads, block " + std::to_string(nth++) + " ends",
+               end);
+      }
+    }
+  }
+}
+
+// What warps cost each other that ask for the same unit.
+void several_warps() {
+  arbitrations<4, 1>("1 wavefront");
+  arbitrations<4, 4>("1 wavefront");
+  arbitrations<16, 1>("4 wavefronts");
+  arbitrations<16, 4>("4 wavefronts");
+  arbitrations<16, 16>("4 wavefronts");
+  outstanding_loads<16, false>("512 bytes in a row");
+  outstanding_loads<8, true>("64 bytes of 8 rows");
+  loads_beside_copies();
+  blocks_together<kArithmetic>("multiply-adds");
+  blocks_together<kSharedLoads>("loads from shared memory");
+  blocks_together<kBoth>("loads with 16 multiply-adds each");
+}
+
 int main() {
-  cudaMalloc(&cycles, 512 * sizeof(*cycles));
+  cudaMalloc(&cycles, 1 << 18);
   cudaMalloc(&nanoseconds, sizeof(*nanoseconds));
   cudaMalloc(&zeros, kBytes);
   cudaMemset(zeros, 0, kBytes);
@@ -1235,6 +1502,7 @@ int main() {
     for (int i = 0; i < 2; ++i) launch_early(cluster_arrivals, size, size, 256, 0, nullptr, cycles);
     report(name + ", the arrival", fetch() / kChain);
   }
+  several_warps();
   decode_step();
   clock_under<32, false, 1>("groups of 1 64x64x16 from shared memory, 1 warpgroup", 1);
   clock_under<32, true, 1>("groups of 1 64x64x16 from registers, 1 warpgroup", 1);

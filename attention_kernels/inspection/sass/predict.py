@@ -224,29 +224,30 @@ def _predict_launch(
     balanced = min(max(equal / hertz, busiest), finished)
     times = finished + gpu.launch_us, needs, balanced - busiest, finished - balanced, gpu.launch_us
     counts = round(total["issue"]), round(total["loads"]), round(total["stores"])
-    found = Prediction(program.path.stem, gpu.name, 0, *times, 1, *counts, tuple(assumed))
-    return found, block
+    return Prediction(program.path.stem, gpu.name, 0, *times, 1, *counts, tuple(assumed)), block
 
 
 def marks(program: Program, launch: Launch, min_bytes: float) -> list[tuple[int, int, float]]:
-    """Return when block 0 reads the clock, on a multiprocessor whose blocks are all like it.
+    """Return when block 0 reads the clock, on a multiprocessor with the blocks that start with it.
 
     Each is a warp, the index of the instruction, and the cycle. A long block is not followed to its
     end. The arguments and errors are those of _predict_launch().
     """
-    line, code = line_of(program, launch), program.code[launch.symbol]
+    line, gpu = line_of(program, launch), program.gpu
     if not line.works:  # as in time_grid()
         return []
     place = _place(program, launch, line, min_bytes)
-    fits, _, full = multiprocessors(program.gpu, code, line, *place)
-    blocks = run_blocks(program, launch, [(0, 0, 0)])
-    work = dataclasses.replace(work_of(blocks, 0, counts_of(blocks)[0]), parts=[])
-    full.run([work] * fits, MARKED)
+    fits, _, full = multiprocessors(gpu, program.code[launch.symbol], line, *place)
+    order = itertools.product(*map(range, reversed(launch.grid)))  # one for each multiprocessor
+    some = itertools.islice(order, 0, fits * gpu.multiprocessors, gpu.multiprocessors)
+    blocks = run_blocks(program, launch, [(x, y, z) for z, y, x in some])
+    works = [work_of(blocks, *numbered) for numbered in enumerate(counts_of(blocks))]
+    full.run([dataclasses.replace(work, parts=[]) for work in works], MARKED)
     return [mark for mark in full.marks if mark[0] < blocks.warps]
 
 
 def _place(program: Program, launch: Launch, line: Line, min_bytes: float) -> tuple[int, float]:
-    """Return how many blocks fit on a multiprocessor, and the share of sectors from memory.
+    """Return how many blocks fit on a multiprocessor, and the share of inputs from memory.
 
     Raises UnsupportedError if none fits.
     """
@@ -256,7 +257,7 @@ def _place(program: Program, launch: Launch, line: Line, min_bytes: float) -> tu
     if room == 0:
         reason = f"a block does not fit on a multiprocessor of {program.gpu.name}: too much {limit}"
         raise UnsupportedError(program.path.name, [reason])
-    return room, min(1.0, min_bytes / max(1.0, line.totals()["misses"] * SECTOR))
+    return room, min(1.0, min_bytes / max(1.0, line.totals()["inputs"] * SECTOR))
 
 
 def _needs(gpu: GpuModel, total: dict[str, float], size: float, hertz: float) -> dict[str, float]:

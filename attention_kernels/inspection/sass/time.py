@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -55,7 +55,11 @@ _LATER, _DELAY, _DELAYING = 3, 0.2, ("FFMA", "FMUL", "FADD")
 # Cycles per wavefront of a load beside products: if these load operands half of the time, as with A
 # from registers; and how many more if they load all the time. A shuffle takes twice as long.
 _WAVEFRONT = (1.6, 1.7)
-_QUEUE = 40  # warps wait while this many wavefronts are outstanding
+# Warps that ask for shared memory wait while this many wavefronts are outstanding, and those that
+# ask for global memory while the load-store unit has this many such requests: so the probe says.
+_QUEUE, _REQUESTS = 160, 64
+# The share of memory's bandwidth that multiprocessors get if all ask at once: so the probe says.
+_BURST = 0.7
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
@@ -103,11 +107,11 @@ class _Scheduler:
         self.pending: list[tuple[float, int]] = []
         """Warps that wait for results, with the times at which these are there: a heap."""
         self.ready: list[int] = []
-        """Warps that wait for no result, in order."""
+        """Warps that wait for no result."""
         self.last = -1
         """The warp that issued last."""
-        self.free = self.port = 0.0
-        """When it can issue, and when it has handed its last request to shared memory."""
+        self.free = self.issued = self.port = 0.0
+        """When it can issue, when it last has, and when its last request is in shared memory."""
         self.pipes = dict.fromkeys(pipes, 0.0)
         """When each pipe is free."""
         self.banks = [0.0, 0.0]
@@ -137,9 +141,9 @@ class _Scheduler:
 class _Block:
     """A block: its warps at the barrier, and the events for which its warps wait."""
 
-    def __init__(self, work: Work, starts: Sequence[int]) -> None:
+    def __init__(self, number: int, work: Work, starts: Sequence[int]) -> None:
         """starts: position of each warp's first instruction that is simulated."""
-        self.work = work
+        self.number, self.work = number, work
         self.issued = self.running = 0
         self.arrived: list[_Warp] = []
         self.opens = 0.0
@@ -150,6 +154,8 @@ class _Block:
         """When the last contribution to an event was made; if it is complete, when it was."""
         self.cause: dict[Event, int] = {}
         """The instruction that made that contribution."""
+        self.arrives: defaultdict[int, float] = defaultdict(float)
+        """When the latest request of each instruction is there."""
         self.waiting: defaultdict[Event, list[tuple[_Warp, float]]] = defaultdict(list)
         """Warps that wait for an event, and the time from which they could go on."""
         for warp, at in zip(work.warps, starts, strict=True):
@@ -175,6 +181,8 @@ class _Warp:
     """Position of the next instruction in the stream."""
     issued: float = 0.0
     """When it issued the last instruction."""
+    ready: float = 0.0
+    """When the last result, barrier or event for which it waited was there."""
     boards: list[tuple[float, int, str]] = field(default_factory=lambda: [(0.0, 0, SHORT)] * 6)
     """When each of its scoreboards is released, by which instruction, and the reason to wait."""
     watched: float = 0.0
@@ -205,12 +213,13 @@ class Multiprocessor:
     """One multiprocessor of a GPU that executes blocks of a kernel.
 
     Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
-    otherwise from the oldest that is.
+    otherwise, among the oldest block's, from the one that has been ready for longest. Schedulers
+    take turns at what they share.
     """
 
-    def __init__(self, gpu: GpuModel, code: Code, miss: float) -> None:
-        """code: the kernel's. miss: latency of a request that goes to L2, in cycles."""
-        self.gpu, self.code, self.miss = gpu, code, miss
+    def __init__(self, gpu: GpuModel, code: Code, latency: float, rate: float) -> None:
+        """latency, rate: of requests for the call's inputs, in cycles and bytes per cycle."""
+        self.gpu, self.code, self.latency, self.rate = gpu, code, latency, rate
         integer = SCHEDULERS * WARP / gpu.integer_lanes
         self.busy = {
             **dict.fromkeys((*_LOAD_STORE, "control", "warpgroup", "tile"), 1.0),
@@ -239,14 +248,13 @@ class Multiprocessor:
         issued = 0
         while issued < most:
             turns = [
-                (one.free if one.ready else max(one.free, one.pending[0][0]), number)
-                for number, one in enumerate(self.schedulers)
+                (one.free if one.ready else max(one.free, one.pending[0][0]), one.issued, n, one)
+                for n, one in enumerate(self.schedulers)
                 if one.ready or one.pending
             ]
             if not turns:
                 break
-            now, number = min(turns)
-            scheduler = self.schedulers[number]
+            now, _, _, scheduler = min(turns)
             if warp := self._select(scheduler, now):
                 self._issue(warp, scheduler, now)
                 issued += 1
@@ -259,7 +267,9 @@ class Multiprocessor:
 
     def _start(self, works: Sequence[Work], most: float) -> None:
         # When the load-store unit, L2, the tensor cores and all units have served all requests so
-        # far; and the cycles per wavefront beside the latest product.
+        # far; the cycles per wavefront beside the latest product; and when the load-store unit has
+        # served each of the latest requests to global memory.
+        self.asked = deque([0.0] * _REQUESTS, _REQUESTS)
         self.shared = self.l2 = self.products = self.end = self.wavefront = 0.0
         starts = [[0] * len(work.warps) for work in works]
         if works[0].parts and most < sum(work.counts["issue"] for work in works):
@@ -268,7 +278,7 @@ class Multiprocessor:
             first = 1 if works[0].needs else 0
             places = (first + (4 - first) * number // len(works) for number in range(len(works)))
             starts = [work.parts[place] for work, place in zip(works, places, strict=True)]
-        self.blocks = [_Block(work, start) for work, start in zip(works, starts, strict=True)]
+        self.blocks = [_Block(i, *one) for i, one in enumerate(zip(works, starts, strict=True))]
         self.warps: list[_Warp] = []
         for block, start in zip(self.blocks, starts, strict=True):
             for stream, at in zip(block.work.warps, start, strict=True):
@@ -296,23 +306,22 @@ class Multiprocessor:
         ready, pending = scheduler.ready, scheduler.pending
         while pending and pending[0][0] <= now:
             ready.append(heapq.heappop(pending)[1])
-        ready.sort()
-        order = [scheduler.last, *ready] if scheduler.last in ready else [*ready]
-        selected, soonest = None, math.inf
-        for number in order:
-            possible, _ = self._possible(self.warps[number], scheduler, now)
+        own, last = self.warps, scheduler.last
+        ready.sort(key=lambda n: (n != last, own[n].block.number, own[n].ready, -n))
+        first, selected, soonest = ready[0], None, math.inf
+        for number in ready:
+            possible, _ = self._possible(own[number], scheduler, now)
             if possible <= now:
-                selected = self.warps[number]
+                first, selected = -1, own[number]
                 ready.remove(number)
-                scheduler.last, scheduler.free = number, now + 1
+                scheduler.last, scheduler.issued, scheduler.free = number, now, now + 1
                 break
             soonest = min(soonest, possible)
         else:
             scheduler.free = min(soonest, pending[0][0]) if pending else soonest
         for number in ready if self.stalls is not None else ():
-            is_first = selected is None and number == order[0]
-            _, why = self._possible(self.warps[number], scheduler, now, is_first=is_first)
-            self._watch(self.warps[number], scheduler.free, why)
+            _, why = self._possible(own[number], scheduler, now, is_first=number == first)
+            self._watch(own[number], scheduler.free, why)
         return selected
 
     def _possible(
@@ -331,9 +340,9 @@ class Multiprocessor:
             ended = warp.block.when[warp.products[-_AHEAD]]  # 0 if not all warps have issued it
             when, why = max((when, why), (ended - _PRODUCT + _NEXT, "gmma"))
         if pipe in _LOAD_STORE:
-            queued = max(self.shared, scheduler.port) - _QUEUE
-            if queued > when:
-                when, why = queued, "LG throttle" if pipe == "global" else MIO
+            full = self.asked[0] if pipe == "global" else max(self.shared, scheduler.port) - _QUEUE
+            if full > when:
+                when, why = full, "LG throttle" if pipe == "global" else MIO
         for count, read in zip(registers, scheduler.banks, strict=True) if is_first else ():
             if count and read + count - _WINDOW > when:
                 when, why = read + count - _WINDOW, "dispatch stall"
@@ -353,7 +362,7 @@ class Multiprocessor:
         block.issued += 1
         warp.issued = now
         later = self._occupy(one, pipe, scheduler, now)
-        read, served, done = self._serve(one, pipe, scheduler, now, request)
+        read, served, done = self._serve(warp, pipe, scheduler, now, request)
         reason = LONG if pipe == "global" else SHORT
         warp.release(one.writes, (done + later, index, reason))
         warp.release(one.reads, (read, index, reason))
@@ -404,25 +413,20 @@ class Multiprocessor:
         The instruction delays the next product: the end of the current one is known already.
         """
         later = _LATER if now < self.products and pipe in _BESIDE else 0
-        factor = _BESIDE[pipe] if later else 1.0
         if later and one.base in _DELAYING and scheduler.pipes[pipe] == now:
             self.products += _DELAY
-        scheduler.pipes[pipe] = now + self.busy[pipe] * factor
+        scheduler.pipes[pipe] = now + self.busy[pipe] * (_BESIDE[pipe] if later else 1.0)
         if pipe == "multiply":
             scheduler.pipes["fma"] = max(scheduler.pipes["fma"], now + 1)
         return later
 
     def _serve(
-        self, one: Instruction, pipe: str, scheduler: _Scheduler, now: float, request: Sequence[int]
+        self, warp: _Warp, pipe: str, scheduler: _Scheduler, now: float, request: Sequence[int]
     ) -> tuple[float, float, float]:
-        """Return when operands are read, the request is served, and the result is ready.
-
-        request: its wavefronts, lines and misses.
-        """
-        wavefronts, lines, misses = request
+        """Return when operands are read, a request (of Issued) is served, and the result ready."""
+        wavefronts, lines, *fetched = request
         if pipe == "tile":
-            self.l2 = max(self.l2, now) + misses * SECTOR / self.l2_rate
-            done = self.l2 + (self.miss if misses else self.gpu.l1_latency)
+            done = self._fetch(now, *fetched)
             return now + _FIXED[1], done, done
         if pipe not in _LOAD_STORE:
             result, operands = _LATENCIES.get(pipe, _FIXED)
@@ -434,15 +438,23 @@ class Multiprocessor:
         if pipe in _PORT:
             begin = max(begin, scheduler.port)
             scheduler.port = begin + _PORT[pipe] * cost
+        else:
+            self.asked.append(self.shared)
         read, served = begin + 4, begin + cost
         if pipe == "shuffle":
             return read, served, begin + _SHUFFLE - 2
         if pipe == "shared":
             return read, served, served - 3 + self.gpu.shared_latency
-        if one.base in STORES or misses:
-            self.l2 = max(self.l2, begin) + misses * SECTOR / self.l2_rate
-        done = max(begin, self.l2) + self.miss if misses else served + self.gpu.l1_latency
-        return read, served, served if one.base in STORES else done
+        done = self._fetch(begin, *fetched) if fetched[0] else served + self.gpu.l1_latency
+        arrives = warp.block.arrives  # what another warp has requested is there when it gets it
+        done = arrives[warp.index] = max(done, arrives[warp.index])
+        return read, served, served if self.code[warp.index].base in STORES else done
+
+    def _fetch(self, now: float, misses: int, inputs: int) -> float:
+        """Return when sectors that go to L2 are there, some of which hold inputs."""
+        cycles = (misses - inputs) / self.l2_rate + inputs / self.rate
+        self.l2 = max(self.l2, now) + cycles * SECTOR
+        return self.l2 + (self.latency if inputs else self.gpu.l2_latency)
 
     def _wake(self, warp: _Warp, when: float) -> None:
         """Let a warp go on at a time, once its code and the results that it needs are there."""
@@ -454,7 +466,8 @@ class Multiprocessor:
         if one.waits:
             released, cause, reason = max(warp.boards[board] for board in one.waits)
             self._watch(warp, released, reason, cause)
-            when = max(when, released)
+            if released > when:
+                when = warp.ready = released
         heapq.heappush(scheduler.pending, (when, warp.number))
 
     def _resume(self, block: _Block, event: Event) -> None:
@@ -464,6 +477,7 @@ class Multiprocessor:
             one = self.code[latest]
             when = max(next_at, block.when[event] + (_BARRIER if one.base == "BAR" else 0))
             self._watch(warp, when, _AWAITING.get(one.base, WAIT), block.cause.get(event, 0))
+            warp.ready = when
             if one.base == "SYNCS":  # whether the phase is complete is a result
                 result = block.when[event] + self.gpu.shared_latency
                 warp.release(one.writes, (result, latest, SHORT))
@@ -475,6 +489,7 @@ class Multiprocessor:
             when = block.opens + _BARRIER
             for warp in block.arrived:
                 self._watch(warp, when, "barrier", warp.stream[warp.at - 1][0])
+                warp.ready = when
                 self._wake(warp, when)
             block.arrived.clear()
 
@@ -520,8 +535,7 @@ class Multiprocessor:
         has been executed: beginnings and ends count as often as they occur.
         """
         some = [work for work in works if work.counts["issue"] * count <= _MAX_OBSERVED]
-        shortest = min(works, key=lambda work: work.counts["issue"])
-        work = min(some or [shortest], key=lambda work: abs(work.counts["issue"] - mean))
+        work = min(some or _by_length(works)[:1], key=lambda one: abs(one.counts["issue"] - mean))
         blocks = []
         for number in range(count):
             start = work.parts[len(work.parts) * number // count]
@@ -567,20 +581,17 @@ def time_grid(
     """Return the cycles until all blocks of a grid have ended, with the work shared equally, and
     those of a block.
 
-    room: blocks that fit on a multiprocessor. from_memory: the share of the sectors that do not
-    come from L2. stalls: records those on a full multiprocessor. released: the cycles by which the
-    first blocks start before the previous launch has ended.
+    room: blocks that fit on a multiprocessor. from_memory: the share of the inputs that do not come
+    from L2. stalls: records those on a full multiprocessor. released: the cycles by which the first
+    blocks start before the previous launch has ended.
     """
     if not line.works:
         return 0.0, 0.0, 0.0
     fits, one, full = multiprocessors(gpu, code, line, room, from_memory)
     alone, extra = one.alone(line.works)
-    paces = [alone]
-    if fits > 1:
-        paces = full.together(line.works, fits)
+    paces = full.together(line.works, fits) if fits > 1 else [alone]
     if stalls is not None:
-        mean = line.totals()["issue"] / line.busy
-        Multiprocessor(gpu, code, one.miss).observe(line.works, fits, mean, stalls)
+        full.observe(line.works, fits, line.totals()["issue"] / line.busy, stalls)
     end, equal = finish(line, gpu, alone, paces, extra)
     end = equal + (end - equal) / max(1, line.taken - 1)  # a block that is late takes fewer parts
     if released:
@@ -599,27 +610,23 @@ def multiprocessors(
     # memory. So does a block that requests data of its own. The output of an earlier launch is in
     # L2, and so is all if nothing is known to come from memory.
     at_once = room * gpu.multiprocessors / line.busy
-    cold = line.inputs * min(1.0, max(at_once, from_memory)) * (from_memory > 0)
-    miss = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
+    cold = min(1.0, max(at_once, from_memory)) * (from_memory > 0)
+    latency = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     # No multiprocessor gets more blocks than if all are shared out equally.
     fits = min(room, -(-line.busy // gpu.multiprocessors))
     resident = min(line.busy, fits * gpu.multiprocessors)
     one, full = (
-        Multiprocessor(_paced(gpu, from_memory, count / resident), code, miss)
+        Multiprocessor(gpu, code, latency, _pace(gpu, from_memory, count / resident))
         for count in (1, fits)
     )
     return fits, one, full
 
 
-def _paced(gpu: GpuModel, from_memory: float, share: float) -> GpuModel:
-    """Return the GPU with the pace of one multiprocessor's sectors, from L2 and from memory.
-
-    share: of memory's bandwidth, which all resident blocks divide among them.
-    """
-    memory = share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
+def _pace(gpu: GpuModel, from_memory: float, share: float) -> float:
+    """Return the bytes of inputs per cycle of a multiprocessor with a share of the bandwidth."""
+    memory = _BURST * share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
     l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
-    pace = 1 / ((1 - from_memory) / l2 + from_memory / memory)
-    return dataclasses.replace(gpu, l2_bytes_per_cycle=pace * gpu.multiprocessors)
+    return min(64.0, 1 / ((1 - from_memory) / l2 + from_memory / memory))
 
 
 def finish(
@@ -643,16 +650,12 @@ def finish(
         for count in range(len(paces) + 1)
     ]
     places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]
-    for _ in paces:
-        for place in places:
-            if waiting:
-                place.append(waiting.pop())
+    for place in places * len(paces):
+        if waiting:
+            place.append(waiting.pop())
 
     def event(number: int, now: float) -> tuple[float, int, int, float, int]:
-        """Return when the next block of a multiprocessor ends, and its index there.
-
-        Multiprocessors whose blocks end together take turns with the blocks that wait.
-        """
+        """Return when the next block of a multiprocessor ends, and its index there; ties rotate."""
         place = places[number]
         ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
         first = min(range(len(place)), key=ends.__getitem__)

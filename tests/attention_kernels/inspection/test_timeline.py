@@ -42,11 +42,27 @@ def check(warps, places):
     return count
 
 
-def test_a_build_stamps_every_wait_of_the_first_blocks(named):
+def test_the_first_blocks_stamp_every_wait_in_the_second_call(named, monkeypatch):
+    """The first is on other tensors, so that the code is warm and the inputs are not."""
     version, places = named
+    calls = []
+
+    def load(version, *others):
+        op = load_op(version, *others)
+        return lambda q, *rest: calls.append((version.op, q.data_ptr())) or op(q, *rest)
+
+    monkeypatch.setattr(timeline, "load_op", load)
     found, *_ = timeline.measure(version, CALL, HEAD_DIM, "cpu")
-    assert {one.block for one in found} == {0, 1}
-    check(found, places)
+    assert [op for op, _ in dict.fromkeys(calls)] == [f"{version.op}_stamps"] * 2
+    assert {(one.launch, one.block) for one in found} == {(0, 0), (0, 1)}
+    assert check(found, places) == 2 * len(places)  # one call passes each place twice
+
+
+def test_the_second_call_is_kept(named):
+    stamps = np.zeros(timeline._SHAPE, timeline._STAMP)
+    stamps[0, 0, :2] = [(16, 2, 20, 5), (48, 2, 55, 6)]
+    (warp,) = timeline._read(named[0], stamps)
+    assert warp.stamps == [("1", 0, 7)]
 
 
 def test_the_kept_call_follows_one_on_other_tensors_so_that_its_code_is_warm(named, monkeypatch):

@@ -16,7 +16,7 @@ import numpy as np
 from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import MAP_BYTES, Instruction, SassError, consecutive
-from attention_kernels.inspection.sass.execute.state import LOW, WARPGROUP, Blocks, Mbarrier
+from attention_kernels.inspection.sass.execute.state import LOW, STORED, WARPGROUP, Blocks, Mbarrier
 
 # Code addresses constant bank 0 like memory, to find tensor maps. Here that address is far from all
 # tensors.
@@ -81,7 +81,7 @@ def copy_tile(blocks: Blocks, one: Instruction) -> None:
     The first operand of a box is the shared memory's address, a load's mbarrier, and where the box
     begins; the second its tensor map.
     """
-    wavefronts, _, misses = blocks.request
+    wavefronts, _, misses, inputs = blocks.request
     is_load = one.base == "UTMALDG" or one.modifiers[0] == "S"
     registers = consecutive(one.operands[0].strip("[]"), 7)
     for warp, lane in _warps(blocks):
@@ -101,7 +101,7 @@ def copy_tile(blocks: Blocks, one: Instruction) -> None:
             sectors = range(address >> 5, address + count + 31 >> 5)
             blocks.seen[warp // blocks.warps] |= dict.fromkeys(sectors, len(blocks.issued))
             misses[warp] += len(sectors)
-            blocks.fetched[address >> 40] += len(sectors) * is_load
+            inputs[warp] += len(sectors) * (is_load and address >> 40 not in STORED)
         if is_load:
             place = warp // blocks.warps, int(blocks.read(registers[1])[lane])
             barrier = _at(blocks, one, place)

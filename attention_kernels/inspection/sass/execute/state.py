@@ -21,6 +21,7 @@ from attention_kernels.inspection.sass.decode import Code, Instruction, SassErro
 
 WARPGROUP = 4  # warps
 SHARED_WORDS = 1 << 16  # more than a block can have
+STORED = (4, 5)  # terabytes of o and scratch, where the recorder of launches puts them
 STORES = ("STG", "ST", "RED", "REDG", "STL")  # instructions that write to global or local memory
 # One register in every lane. It holds 32 bits; sums and products have room for carries.
 Values: TypeAlias = npt.NDArray[np.int64]
@@ -58,8 +59,9 @@ class Issue:
     warps: Mask
     request: Values | None = None
     """By warp, the wavefronts of shared memory, the L1 cache lines (128 bytes each) that a request
-    of global memory touches, and the sectors of it (32 bytes each) that go to L2: all of a store's,
-    otherwise those that no thread of the block has touched before."""
+    of global memory touches, the sectors of it (32 bytes each) that go to L2: all of a store's,
+    otherwise those that no thread of the block has touched before; and how many of these hold
+    inputs of the call."""
     events: dict[int, tuple[Event | None, Event | None]] = field(default_factory=dict)
     """By warp, what it contributes to, and what it waits for."""
 
@@ -106,7 +108,6 @@ class Blocks:
         self.mask = ~self.done  # the lanes in which the current instruction takes effect
         # The sectors that each block has seen, and how much had been executed then.
         self.seen: list[dict[int, int]] = [{} for _ in self.indices]
-        self.fetched: Counter[int] = Counter()  # first-touched sectors, by terabyte of address
         # Tensor maps that a kernel makes, and parts of a queue, pass through shared memory.
         self.keeps_shared = any(one.base == "UTMACCTL" or one.takes_part for one in self.code)
         self.shared = np.zeros((len(self.indices), SHARED_WORDS * self.keeps_shared), np.int64)
@@ -201,10 +202,10 @@ class Blocks:
 
     @property
     def request(self) -> Values:
-        """The wavefronts, lines and misses of the current instruction, to be filled in."""
+        """The four counts of the current instruction, to be filled in."""
         issue = self.issued[-1]
         if issue.request is None:
-            issue.request = np.zeros((3, self.lanes // WARP), np.int64)
+            issue.request = np.zeros((4, self.lanes // WARP), np.int64)
         return issue.request
 
     def address(self, operand: str, *, wide: bool) -> Values:
@@ -234,7 +235,7 @@ class Blocks:
 
     def request_global(self, addresses: Values, one: Instruction) -> None:
         """Count the L1 lines of each warp's request, and the sectors that go to L2."""
-        _, lines, misses = self.request
+        _, lines, misses, inputs = self.request
         mask = self.mask.reshape(-1, WARP)
         active = np.flatnonzero(mask.any(1))
         mask = mask[active]
@@ -250,8 +251,8 @@ class Blocks:
             seen = self.seen[warp // self.warps]
             new = touched if one.base in STORES else [x for x in touched if x not in seen]
             misses[warp] = len(new)
-            if new and one.base not in STORES:
-                self.fetched[new[0] >> 35] += len(new)
+            if new and one.base not in STORES and new[0] >> 35 not in STORED:
+                inputs[warp] = len(new)
             seen |= dict.fromkeys(new, len(self.issued))
 
 

@@ -32,9 +32,9 @@ _MAX_GRID = 2**20  # most blocks in a grid: each is scheduled
 _MAX_WHOLE = 32  # block 0 is executed as well if an axis has at most this many blocks
 
 Issued: TypeAlias = tuple[int, Sequence[int], Event | None, Event | None]
-"""An instruction of a warp: its index; its wavefronts, L1 lines and sectors that go to L2; the
-event to which it contributes; and the event for which it waits."""
-_NO_REQUEST = [0, 0, 0]
+"""An instruction of a warp: its index; its wavefronts, L1 lines, sectors that go to L2 and inputs
+among these; the event to which it contributes; and the event for which it waits."""
+_NO_REQUEST = [0, 0, 0, 0]
 
 
 @dataclass(frozen=True)
@@ -76,22 +76,21 @@ def pipe_of(one: Instruction) -> str:
 
 
 def counts_of(blocks: Blocks) -> list[Counter[str]]:
-    """Return each block's instructions by pipe, and its wavefronts, lines and misses."""
-    totals = np.zeros((4, len(blocks.code), len(blocks.indices), blocks.warps), np.int32)
+    """Return each block's instructions by pipe, and its wavefronts, lines, misses and inputs."""
+    totals = np.zeros((5, len(blocks.code), len(blocks.indices), blocks.warps), np.int32)
     for issue in blocks.issued:
         totals[0, issue.index] += issue.warps.reshape(totals.shape[2:])
         if issue.request is not None:
-            totals[1:, issue.index] += issue.request.reshape(3, *totals.shape[2:])
+            totals[1:, issue.index] += issue.request.reshape(4, *totals.shape[2:])
     found: list[Counter[str]] = [Counter() for _ in blocks.indices]
     by_block = totals.sum(3)
     for index, block in np.argwhere(by_block[0]).tolist():
         one, counts = blocks.code[index], found[block]
-        issued, wavefronts, lines, misses = by_block[:, index, block].tolist()
+        issued, wavefronts, lines, misses, inputs = by_block[:, index, block].tolist()
         counts["issue"] += issued
         counts[pipe_of(one)] += issued
         counts[_WAVEFRONTS.get(one.base, "loads")] += wavefronts
-        counts["lines"] += lines
-        counts["misses"] += misses
+        counts.update(lines=lines, misses=misses, inputs=inputs)
         if one.base in PRODUCTS:
             flop, operands = one.product
             counts["products"] += flop * issued // WARPGROUP
@@ -143,8 +142,6 @@ class Line:
     samples: dict[int, Counter[str]]
     works: list[Work]
     """Work of those samples that are timed."""
-    inputs: float = 1.0
-    """Share of the loaded sectors that hold the call's inputs, not an earlier launch's output."""
     alike: int = 1
     """Consecutive blocks of the grid that each position stands for."""
     repeats: int = 1
@@ -248,11 +245,8 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
     timed = {*busy[:: -(-len(busy) // _SAMPLED) or 1], *busy[-1:]}
     works = [work_of(blocks, number, numbers[number]) for number in sorted(timed)]
-    # The recorder of launches puts o and scratch at 4 and 5 terabytes.
-    fetched = blocks.fetched.total()
-    inputs = (fetched - blocks.fetched[4] - blocks.fetched[5]) / max(1, fetched)
     executed, taken = frozenset(issue.index for issue in blocks.issued), int(blocks.taken.max())
-    how = inputs, alike, repeats, first, executed, blocks.waits, distinct, taken
+    how = alike, repeats, first, executed, blocks.waits, distinct, taken
     return Line(length, samples, works, *how)
 
 

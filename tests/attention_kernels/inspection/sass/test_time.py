@@ -31,19 +31,19 @@ def work_of(*warps):
 
 
 def cycles_of(code, *warps, gpu=H200):
-    cycles, issued = Multiprocessor(gpu, code, 0.0).run([work_of(*warps)])
+    cycles, issued = Multiprocessor(gpu, code, 0.0, 64.0).run([work_of(*warps)])
     assert issued == [sum(map(len, warps))]
     return cycles
 
 
 def in_order(code, wavefronts=0, lines=0, misses=0):
     """Return a warp that executes the code once, and the same request at each instruction."""
-    return [(at, (wavefronts, lines, misses), None, None) for at in range(len(code))]
+    return [(at, (wavefronts, lines, misses, misses), None, None) for at in range(len(code))]
 
 
 def watched(code, warps, blocks=1):
     """Return the cycles, and the warp-cycles by stall, of blocks of the given warps."""
-    one, works = Multiprocessor(H200, code, 500.0), [work_of(*warps)] * blocks
+    one, works = Multiprocessor(H200, code, 500.0, 64.0), [work_of(*warps)] * blocks
     stalls = defaultdict(float)
     cycles, _ = found = one.run(works, stalls=stalls)
     assert found == one.run(works)
@@ -83,18 +83,35 @@ def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, each):
 def test_an_instruction_beside_products_takes_longer(name, each):
     """The probe's cycles, of a shuffle those of each of four warps that take turns."""
     code = [Instruction("HGMMA.64x64x16.F32", ("R8", "gdesc[UR8]")), Instruction(name, ("R0",))]
-    products = [(0, (0, 0, 0), ("product", at), None) for at in range(500)]
-    cycles, found = watched(code, [products] * 4 + [in_order(code, wavefronts=1)[1:] * 1000])
+    products = [(0, (0, 0, 0, 0), ("product", at), None) for at in range(500)]
+    cycles, found = watched(code, [in_order(code, wavefronts=1)[1:] * 1000, *[products] * 4])
     assert cycles - found[Stall(1, time.EXITED, 1)] == pytest.approx(1000 * each, rel=0.1)
 
 
 def test_a_warpgroup_issues_few_products_ahead():
     """The probe's 24 products of 32 cycles: the last is issued 561 cycles after the first."""
     code = [Instruction("HGMMA.64x64x16.F32", ("R8", "gdesc[UR8]")), ADD]
-    products = [(0, (0, 0, 0), ("product", at), None) for at in range(24)]
+    products = [(0, (0, 0, 0, 0), ("product", at), None) for at in range(24)]
     cycles, found = watched(code, [[*products, *in_order(code)[1:]]] * 4)
     assert cycles - found[Stall(1, time.EXITED, 1)] / 4 == pytest.approx(561, abs=30)
     assert cycles == pytest.approx(800, abs=30)
+
+
+def ends_of(code, *requests, warps, blocks=1):
+    model = Multiprocessor(H200, [*code, Instruction("CS2R", ("R4", "SR_CLOCKLO"))], 0.0, 64.0)
+    stream = [*in_order(code, *requests), (len(code), (0, 0, 0, 0), None, None)]
+    model.run([work_of(*[stream] * warps)] * blocks)
+    return [max(c for warp, _, c in model.marks if warp // warps == i) for i in range(blocks)]
+
+
+def test_the_older_block_goes_first():
+    first, *others = ends_of([ADD] * 200, warps=8, blocks=3)
+    assert [end / first for end in others] == pytest.approx([1.98, 2.99], rel=0.05)  # the probe's
+
+
+def test_many_requests_to_global_memory_can_wait():
+    """The probe's 12 warps issue 16 loads of 512 bytes each in 534 cycles."""
+    assert ends_of([LOAD] * 16, 4, 4, warps=12) == pytest.approx([534], rel=0.05)
 
 
 @pytest.mark.parametrize(("size", "each"), [(2048, 1.0), (2080, 1.094), (4096, 2.22)])
@@ -112,10 +129,10 @@ def test_every_cycle_of_every_warp_is_accounted_for():
     chance = random.Random(1)
 
     def requests():
-        return chance.choice([1, 4]), chance.choice([0, 8]), chance.choice([0, 16])
+        return chance.choice([1, 4]), chance.choice([0, 8]), *[chance.choice([0, 16])] * 2
 
     loops = [[(at, requests(), None, None) for _ in range(20) for at in range(8)] for _ in range(9)]
-    warps = [[*loop, (8, (0, 0, 0), None, None)] for loop in loops]
+    warps = [[*loop, (8, (0, 0, 0, 0), None, None)] for loop in loops]
     cycles, found = watched(code, warps, blocks=3)
     assert sum(found.values()) == pytest.approx(3 * 9 * cycles)
     assert min(found.values()) >= 0
