@@ -65,29 +65,6 @@ def test_the_second_call_is_kept(named):
     assert warp.stamps == [("1", 0, 7)]
 
 
-def test_the_kept_call_follows_one_on_other_tensors_so_that_its_code_is_warm(named, monkeypatch):
-    version, places = named
-    calls = []
-
-    def load(version, *others):
-        op = load_op(version, *others)
-        return lambda q, *rest: calls.append((version.op, q.data_ptr())) or op(q, *rest)
-
-    monkeypatch.setattr(timeline, "load_op", load)
-    found, *_ = timeline.measure(version, CALL, HEAD_DIM, "cpu")
-    assert [op for op, _ in calls] == [f"{version.op}_stamps"] * 2
-    assert len({*calls}) == 2
-    assert {one.launch for one in found} == {0}
-    assert check(found, places) == 2 * len(places)  # one call passes each place twice
-
-
-def test_the_second_call_is_kept(named):
-    stamps = np.zeros(timeline._SHAPE, timeline._STAMP)
-    stamps[0, 0, :2] = [(16, 2, 20, 5), (48, 2, 55, 6)]
-    (warp,) = timeline._read(named[0], stamps)
-    assert warp.stamps == [("1", 0, 7)]
-
-
 @needs_cuda_programs
 def test_a_prediction_has_the_stamps_of_the_emulator(named):
     found = timeline.timeline(named[0], H200, CALL, HEAD_DIM)
