@@ -655,7 +655,7 @@ def finish(
             place.append(waiting.pop())
 
     def event(number: int, now: float) -> tuple[float, int, int, float, int]:
-        """Return when the next block of a multiprocessor ends, and its index there; ties rotate."""
+        """Return when a multiprocessor's next block ends, and which; those that tie take turns."""
         place = places[number]
         ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
         first = min(range(len(place)), key=ends.__getitem__)
