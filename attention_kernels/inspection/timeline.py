@@ -236,8 +236,9 @@ def _times(ops: Sequence[Any], calls: Sequence[Sequence[Any]]) -> list[float]:
 
 def _read(version: VersionHeader, found: np.ndarray[Any, Any]) -> Iterator[Warp]:
     """Yield the warps of the second of two calls whose stamps were taken, the first to warm up."""
-    is_used = found["place"] > 0
-    for number, grid in enumerate(np.split(np.unique(found["grid"][is_used]), 2)[1]):
+    grids = np.unique(found["grid"][is_used := found["place"] > 0])
+    # Of the first call's launches, some may have no stamps left: the second one's lie there.
+    for number, grid in enumerate(grids[len(grids) // 2 :]):
         used = is_used & (found["grid"] == grid)
         for block in np.flatnonzero(used.any((1, 2))).tolist():
             mask, mine = used[block], found[block][used[block]]

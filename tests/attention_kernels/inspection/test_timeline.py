@@ -60,9 +60,10 @@ def test_the_first_blocks_stamp_every_wait_in_the_second_call(named, monkeypatch
 
 def test_the_second_call_is_kept(named):
     stamps = np.zeros(timeline._SHAPE, timeline._STAMP)
-    stamps[0, 0, :2] = [(16, 2, 20, 5), (48, 2, 55, 6)]
-    (warp,) = timeline._read(named[0], stamps)
-    assert warp.stamps == [("1", 0, 7)]
+    # Launches 5 to 8, of which the second call's have overwritten all stamps of one.
+    stamps[0, 0, :3] = [(16, 2, 20, 5), (48, 2, 55, 7), (80, 2, 99, 8)]
+    found = [one.stamps for one in timeline._read(named[0], stamps)]
+    assert found == [[("1", 0, 7)], [("1", 0, 19)]]
 
 
 @needs_cuda_programs
