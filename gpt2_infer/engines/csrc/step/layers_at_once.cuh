@@ -34,6 +34,8 @@
 // Weights arrive in tiles, in turn: a block's columns of q, k and v; of the hidden units; and of the
 // hidden units' projection. A tile lies in one of kRegions regions of shared memory. When it has
 // been used, the tile kRegions further on is requested. The heads' projection has its own region.
+// Loads, and words on their way, wait for copies that have been requested before. So a copy is not
+// requested as soon as there is room for it, but where the block next has much to compute.
 // A copy may overtake a load, so every thread that has read a tile calls proxy_fence() before the
 // barrier after which its region is requested again; after the heads' projection, in the next product.
 //
@@ -111,8 +113,7 @@ struct LayersShared {
 constexpr int kRegions = min_of(
     6, (kSmemBytes - 256 - static_cast<int>(sizeof(LayersShared)) - kProjBytes) / kRegionBytes);
 static_assert(kRegions >= 2);
-// A layer has more tiles than that, as GPT-2's in float32. So that they come in time, the tile that a
-// layer's last one makes room for is requested at once.
+// A layer has more tiles than that, as GPT-2's in float32.
 constexpr bool kHasFewRegions = kRegions < 3;
 constexpr size_t kTileBytes = kRegions * kRegionBytes + kProjBytes;
 
@@ -414,6 +415,7 @@ struct Block {
 
   // Ends the previous layer, after the loads for this one, which arrive meanwhile.
   __device__ __forceinline__ void sum_hidden(const Inputs& inputs, int layer, int tile) {
+    if (!kHasFewRegions && layer > 0) tiles.request_proj(layer);
     if (layer + 1 < p.layers) prefetch(layer + 1);
 #pragma unroll
     for (int i = 0; i < kStalePerThread; ++i) {
@@ -428,7 +430,16 @@ struct Block {
         send_x(shared.x_next, kNextX);
       }
       tiles.await(tile);
+      if (kHasFewRegions && warp >= kColumnWarps) {
+        // These warps have waited for no parts of x.
+        ptx::named_barrier_sync(1, kAttendThreads);
+        tiles.request<kRegions - 1, kColumnWarps>(layer);
+      }
       if (rank < kQkvUnits) await(kNextX, layer - 1);
+      if constexpr (kHasFewRegions)
+        tiles.request_proj(layer);
+      else
+        tiles.request<kRegions - 2>(layer);
     } else {
       tiles.await(tile);
     }
@@ -463,8 +474,10 @@ struct Block {
           cache_of(p, layer, matrix - 1, 0, head)[int64_t{newest} * kHeadDim + at] = element;
       }
     }
-    if (!kHasFewRegions && layer > 0) tiles.request<kRegions - 1>(layer);
-    tiles.request<kRegions>(layer);
+    if constexpr (kHasFewRegions)
+      tiles.request<kRegions>(layer);
+    else if (layer > 0)
+      tiles.request<kRegions - 1>(layer);
     await(kHeadsQkv, layer);
   }
 
@@ -515,6 +528,7 @@ struct Block {
     constexpr int kColumns = FcProduct::kColumns;
     tiles.await(tile + 1);
     await(kSumX, layer);
+    if constexpr (!kHasFewRegions) tiles.request<kRegions>(layer);
     normalize(inputs.norm_2, shared.x_sum);
 #pragma unroll
     for (int i = 0; i < kFcUnits; ++i) multiply<FcProduct>(tiles.region(tile + 1), i);
@@ -527,8 +541,7 @@ struct Block {
       send_element(&shared.hidden[rank * kRankHidden + at], t / kColumns,
                    from_float<Factor>(gelu(y)), &shared.exchanges[kHiddenUnits]);
     }
-    tiles.request<kRegions + 1>(layer);
-    tiles.request_proj(layer + 1);
+    if constexpr (kHasFewRegions) tiles.request<kRegions + 1>(layer);
   }
 
   // Leaves the parts that sum_hidden() adds up in the next layer.
@@ -537,14 +550,8 @@ struct Block {
     await(kHiddenUnits, layer);
     leave_parts<HiddenPart>(tiles.region(tile + 2), shared.hidden, my_parts + kHidden);
     if constexpr (kHasFewRegions) {
-      // Warps without columns of x wait for no parts, so they have time.
       ptx::proxy_fence();
-      if (warp < kColumnWarps) {
-        ptx::named_barrier_arrive(1, kAttendThreads);
-      } else {
-        ptx::named_barrier_sync(1, kAttendThreads);
-        tiles.request<kRegions + 2, kColumnWarps>(layer);
-      }
+      if (warp < kColumnWarps && layer + 1 < p.layers) ptx::named_barrier_arrive(1, kAttendThreads);
     }
   }
 
