@@ -14,6 +14,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -251,22 +252,27 @@ LIMITS = {
 }
 
 
-def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tuple[int, str]:
-    """Return how many blocks a multiprocessor holds at once, and the resource that runs out."""
+def shares(arch: str, threads: int, registers: int, shared: int) -> dict[str, Fraction]:
+    """Return the share of each resource of a multiprocessor that a block takes."""
     limits = LIMITS[arch]
-    if shared > limits.shared_kb_per_block * 1024:
-        return 0, "shared memory"
     warps = -(-threads // WARP)
     registers_per_warp = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
-    reserved = shared + limits.reserved_bytes
-    allocated = max(-(-reserved // SHARED_UNIT) * SHARED_UNIT, 1)
-    fits = {
-        "warps": limits.warps // warps,
-        "blocks": limits.blocks,
+    allocated = max(-(-(shared + limits.reserved_bytes) // SHARED_UNIT) * SHARED_UNIT, 1)
+    return {
+        "warps": Fraction(warps, limits.warps),
+        "blocks": Fraction(1, limits.blocks),
         # A multiprocessor has four parts, and a warp stays in one.
-        "registers": REGISTERS_PER_SM // 4 // registers_per_warp * 4 // warps,
-        "shared memory": limits.shared_kb * 1024 // allocated,
+        "registers": Fraction(warps, REGISTERS_PER_SM // 4 // registers_per_warp * 4),
+        "shared memory": Fraction(allocated, limits.shared_kb * 1024),
     }
+
+
+def resident_blocks(arch: str, threads: int, registers: int, shared: int) -> tuple[int, str]:
+    """Return how many blocks a multiprocessor holds at once, and the resource that runs out."""
+    if shared > LIMITS[arch].shared_kb_per_block * 1024:
+        return 0, "shared memory"
+    taken = shares(arch, threads, registers, shared)
+    fits = {name: int(1 / share) for name, share in taken.items()}
     least = min(fits, key=fits.__getitem__)
     return fits[least], least
 

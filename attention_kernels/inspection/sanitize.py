@@ -96,11 +96,8 @@ def _address_sanitizer(name: str) -> dict[str, str]:
     libraries = [compilers.execute([gxx, f"-print-file-name={name}"]).out.strip() for name in names]
     if not os.path.isabs(libraries[0]):
         raise UnavailableBackendError(name, "its C++ compiler has no AddressSanitizer")
-    return {
-        "ATTENTION_KERNELS_FLAGS": ASAN_FLAGS,
-        "ASAN_OPTIONS": _ASAN_OPTIONS,
-        "LD_PRELOAD": ":".join(libraries),
-    }
+    found = {"ATTENTION_KERNELS_FLAGS": ASAN_FLAGS, "ASAN_OPTIONS": _ASAN_OPTIONS}
+    return found | {"LD_PRELOAD": ":".join(libraries)}
 
 
 def _emulated(
@@ -135,9 +132,8 @@ def faults_on_gpu(tool: str, arguments: Sequence[str], timeout_s: float) -> list
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_EXIT)]
     command += ["--report-api-errors", "no", "--kernel-name", "kernel_substring=attention"]
     # In torch's memory pool, an access past the end of a tensor can still be in an allocation.
-    done = _worker(arguments, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, timeout_s, command)
-    races = tool == "racecheck"
-    summary = "RACECHECK SUMMARY: 0 hazards" if races else "ERROR SUMMARY: 0 errors"
+    done = _worker(arguments, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, timeout_s, *command)
+    summary = "RACECHECK SUMMARY: 0 hazards" if tool == "racecheck" else "ERROR SUMMARY: 0 errors"
     if done.status == 0 and summary in done.out:
         return []
     fault = re.search(_FAULT, done.out, re.M)
@@ -146,19 +142,13 @@ def faults_on_gpu(tool: str, arguments: Sequence[str], timeout_s: float) -> list
 
 
 def _worker(
-    arguments: Sequence[str],
-    environment: dict[str, str],
-    timeout_s: float,
-    before: Sequence[str] = (),
+    arguments: Sequence[str], environment: dict[str, str], timeout_s: float, *before: str
 ) -> child.Ended:
     """Run Python in its own process, under the command `before`."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return child.run(
-        [*before, sys.executable, *arguments],
-        timeout_s=timeout_s,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-    )
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    return child.run([*before, sys.executable, *arguments], timeout_s=timeout_s, env=env)
 
 
 def _last_words(done: child.Ended) -> str:

@@ -41,6 +41,8 @@ class GpuModel:
     launch_us: float
     early_launch_us: float
     """For a kernel whose blocks start before the previous one has ended, and wait for it."""
+    early_start_us: float
+    """From when the previous kernel allows it until such a kernel's blocks start."""
 
     def clock_at(self, busy: float) -> float:
         """Return the clock in GHz, given the share of the time with products of warpgroups."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -130,8 +131,7 @@ def read(
     if reasons:
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]
-    count = gpu.multiprocessors
-    launches = resources.record(version, [head_dim], case=call, multiprocessors=count)
+    launches = resources.record(version, [head_dim], case=call, multiprocessors=gpu.multiprocessors)
     item = {"float32": 4, "float64": 8}.get(version.dtype, 2)
     rows = 2 * seqlen + 2 if version.role == "decode" else 4 * seqlen
     min_bytes = batch * rows * num_heads * head_dim * item / len(launches)
@@ -166,8 +166,7 @@ def predict_kernel(
     with tempfile.TemporaryDirectory() as folder:
         program, symbol, given = decode.read_kernel(path, gpu, kernel, args, Path(folder))
         packed, size, words = given
-        launched = grid, block, shared, packed, tuple(words.items()), cluster
-        launch = Launch(0, symbol, symbol, *launched)
+        launch = Launch(0, symbol, symbol, grid, block, shared, packed, (*words.items(),), cluster)
         return _predict_call(program, {launch: 1}, size, lines=lines)
 
 
@@ -176,17 +175,15 @@ def _predict_call(
 ) -> Prediction:
     """Predict launches, given how often each occurs; lines: explain their stalls."""
     each, explained = [], list[tuple[Launch, float, StallCycles]]()
-    before, gpu, block = set[str](), program.gpu, 0.0
+    before, gpu, block = list[Launch](), program.gpu, 0.0
     for launch, count in counted.items():
         stalls: StallCycles = defaultdict(float)
-        bases = {one.base for one in program.code[launch.symbol]}
-        is_early = "PREEXIT" in before and "ACQBULK" in bases  # it starts early, and waits
-        recorded = stalls if lines else None
-        one, block = _predict_launch(program, launch, min_bytes, recorded, block * is_early)
-        if is_early:
+        recorded, released = stalls if lines else None, _released(program, [*before, launch], block)
+        one, block = _predict_launch(program, launch, min_bytes, recorded, *(released or ()))
+        if released is not None:
             time_us = one.time_us - gpu.launch_us + gpu.early_launch_us
             one = dataclasses.replace(one, time_us=time_us, launch_us=gpu.early_launch_us)
-        before = bases
+        before = [launch]
         each.append((count, one))
         explained.append((launch, count * (one.time_us - one.launch_us), stalls))
     found = _sum(each)
@@ -194,8 +191,31 @@ def _predict_call(
     return dataclasses.replace(found, stalls=stalled)
 
 
+def _released(program: Program, both: Sequence[Launch], block: float) -> list[float] | None:
+    """Return how many cycles before the end of the first launch is known the second's blocks start.
+
+    One for each multiprocessor where a block fits beside those of the first, which are spread
+    evenly and take `block` cycles; None without a second one that starts early, and waits.
+    """
+    bases = [{at.base for at in program.code[one.symbol]} for one in both]
+    if len(both) < 2 or "PREEXIT" not in bases[0] or "ACQBULK" not in bases[1]:
+        return None
+    gpu, count = program.gpu, program.gpu.multiprocessors
+    theirs, mine = (resources.shares(gpu.arch, *_block(program, one)) for one in both)
+    each, more = divmod(min(math.prod(both[0].grid), int(1 / max(theirs.values())) * count), count)
+    fits = [all(mine[x] + n * theirs[x] <= 1 for x in mine) for n in (each, each + 1)]
+    later = (gpu.early_start_us - gpu.early_launch_us) * gpu.clock_ghz * 1e3
+    return [block - later] * (fits[0] * (count - more) + fits[1] * more)
+
+
+def _block(program: Program, launch: Launch) -> tuple[int, int, int]:
+    """Return a block's threads, registers per thread, and bytes of shared memory."""
+    registers, static = program.needs[launch.symbol]
+    return launch.threads, registers, static + launch.dynamic_smem
+
+
 def _predict_launch(
-    program: Program, launch: Launch, min_bytes: float, stalls: StallCycles | None, released: float
+    program: Program, launch: Launch, min_bytes: float, stalls: StallCycles | None, *released: float
 ) -> tuple[Prediction, float]:
     """Predict one launch; also return the cycles of a block.
 
@@ -251,9 +271,7 @@ def _place(program: Program, launch: Launch, line: Line, min_bytes: float) -> tu
 
     Raises UnsupportedError if none fits.
     """
-    registers, static = program.needs[launch.symbol]
-    shared, arch = static + launch.dynamic_smem, program.gpu.arch
-    room, limit = resources.resident_blocks(arch, launch.threads, registers, shared)
+    room, limit = resources.resident_blocks(program.gpu.arch, *_block(program, launch))
     if room == 0:
         reason = f"a block does not fit on a multiprocessor of {program.gpu.name}: too much {limit}"
         raise UnsupportedError(program.path.name, [reason])

@@ -576,14 +576,14 @@ def time_grid(
     room: int,
     from_memory: float,
     stalls: StallCycles | None,
-    released: float,
+    released: Sequence[float],
 ) -> tuple[float, float, float]:
     """Return the cycles until all blocks of a grid have ended, with the work shared equally, and
     those of a block.
 
     room: blocks that fit on a multiprocessor. from_memory: the share of the inputs that do not come
     from L2. stalls: records those on a full multiprocessor. released: the cycles by which the first
-    blocks start before the previous launch has ended.
+    blocks start before the previous launch has ended, for each multiprocessor with room for one.
     """
     if not line.works:
         return 0.0, 0.0, 0.0
@@ -592,10 +592,9 @@ def time_grid(
     paces = full.together(line.works, fits) if fits > 1 else [alone]
     if stalls is not None:
         full.observe(line.works, fits, line.totals()["issue"] / line.busy, stalls)
-    end, equal = finish(line, gpu, alone, paces, extra)
+    starts = [-one.overlap(line.works, released[0])] * len(released) if released else []
+    end, equal = finish(line, gpu, alone, paces, extra, *starts)
     end = equal + (end - equal) / max(1, line.taken - 1)  # a block that is late takes fewer parts
-    if released:
-        end -= one.overlap(line.works, released)
     return end, equal, alone * min(work.counts["issue"] for work in line.works)
 
 
@@ -630,13 +629,14 @@ def _pace(gpu: GpuModel, from_memory: float, share: float) -> float:
 
 
 def finish(
-    line: Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float
+    line: Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float, *starts: float
 ) -> tuple[float, float]:
     """Return the cycles until the last multiprocessor finishes, and with the work shared equally.
 
     alone: cycles per instruction of a block that has a multiprocessor to itself. paces: those of
     each block, the oldest first, on a full multiprocessor. extra: additional cycles per block.
-    Blocks start in order, each on the first multiprocessor with room.
+    starts: of the first multiprocessors, if not at 0. Blocks start in order, each on the first
+    multiprocessor with room.
     """
     waiting = [
         line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
@@ -661,7 +661,7 @@ def finish(
         first = min(range(len(place)), key=ends.__getitem__)
         return round(now + ends[first], 3), -len(waiting), number, now, first
 
-    events = [event(number, 0.0) for number, place in enumerate(places) if place]
+    events = [event(n, starts[n] if n < len(starts) else 0.0) for n, x in enumerate(places) if x]
     heapq.heapify(events)
     end = 0.0
     while events:

@@ -288,8 +288,7 @@ def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool, float]:
     # All blocks of a cluster take themselves for its first: what the others request is not known.
     distinct = _distinct(blocks, grid, 1 if blocks.has_cluster else program.gpu.multiprocessors)
     if len(differ) != 1:
-        longest = max(range(3), key=lambda axis: grid[axis])
-        return differ or [longest], not differ and is_regular, distinct
+        return differ or [grid.index(max(grid))], not differ and is_regular, distinct
     (axis,) = differ
     start, between, half = issued[axis]
     expected = start + (half - start) * at[axis][1] / (at[axis][2] or 1)
