@@ -6,9 +6,11 @@
 //     -o probe scripts/probe.cu && ./probe
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tma.cuh"
@@ -33,6 +35,8 @@ enum Test {
   kPermute,
   kPack,
   kUnpack,
+  kUnpackAndLogic,
+  kSplit,
   kExponential,
   kShuffle,
   kMmaTf32,
@@ -40,6 +44,8 @@ enum Test {
   kLoad,
   kLoad16,
   kLoadMatrix,
+  kLoadEach,
+  kLoadPairs,
   kBarrier,
   kFence,
   kArrive,
@@ -68,9 +74,19 @@ __device__ void execute(unsigned (&x)[4], unsigned y, unsigned z, unsigned share
   if (kTest == kMax) asm volatile("max.f32 %0, %0, %1;" : "+r"(x[0]) : "r"(y));
   if (kTest == kPermute) asm volatile("prmt.b32 %0, %0, %1, %2;" : "+r"(x[0]) : "r"(y), "r"(z));
   if (kTest == kPack) asm volatile("cvt.rn.f16x2.f32 %0, %0, %1;" : "+r"(x[0]) : "r"(y));
-  if (kTest == kUnpack) {  // the lower half
+  if (kTest == kUnpack || kTest == kUnpackAndLogic) {  // the lower half
     asm volatile("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %0;\ncvt.f32.f16 %0, low;\n}"
                  : "+r"(x[0]));
+  }
+  if (kTest == kUnpackAndLogic)
+    asm volatile("lop3.b32 %0, %0, %1, %2, 0xe8;" : "+r"(x[1]) : "r"(y), "r"(z));
+  if (kTest ==
+      kSplit) {  // two numbers, each into one of 16 bits and the rest: F2FP, HADD2.F32, FADD
+    asm volatile(
+        "{\n.reg .b32 pair;\n.reg .f16 low, high;\n.reg .f32 a, b;\n"
+        "cvt.rn.f16x2.f32 pair, %1, %0;\nmov.b32 {low, high}, pair;\n"
+        "cvt.f32.f16 a, low;\ncvt.f32.f16 b, high;\nsub.f32 %0, %0, a;\nsub.f32 %1, %1, b;\n}"
+        : "+r"(x[0]), "+r"(x[1]));
   }
   if (kTest == kExponential) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+r"(x[0]));
   if (kTest == kShuffle) asm volatile("shfl.sync.bfly.b32 %0, %0, 1, 31, -1;" : "+r"(x[0]));
@@ -88,7 +104,12 @@ __device__ void execute(unsigned (&x)[4], unsigned y, unsigned z, unsigned share
         : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
         : "r"(y));
   }
-  if (kTest == kLoad) asm volatile("ld.shared.u32 %0, [%0];" : "+r"(x[0]));
+  if (kTest == kLoad || kTest == kLoadEach) asm volatile("ld.shared.u32 %0, [%0];" : "+r"(x[0]));
+  if (kTest == kLoadPairs) {
+    unsigned a;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%0];" : "+r"(x[0]), "=r"(a));
+    x[1] ^= a;
+  }
   if (kTest == kLoad16) {  // of results that are not used the compiler loads none
     unsigned a, b, c;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%0];"
@@ -299,7 +320,9 @@ __global__ void __launch_bounds__(256) beside(long long* found, int loops, unsig
   __shared__ volatile bool is_over;
   if (threadIdx.x == 0) stop = 0;
   const unsigned base = ptx::shared_address(words);
-  if (threadIdx.x < 128) words[threadIdx.x] = base + threadIdx.x / 4 * 16;
+  // Lanes load with a 4-way conflict, without any, or pairs of which four hold all.
+  constexpr unsigned kStep = kTest == kLoad ? 16 : kTest == kLoadEach ? 4 : 8;
+  if (threadIdx.x < 128) words[threadIdx.x] = base + threadIdx.x * 4 / kStep * kStep;
   fill(tile, seed);
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // as in products()
@@ -337,7 +360,10 @@ __global__ void __launch_bounds__(256) beside(long long* found, int loops, unsig
   const long long begin = clock64();
   unsigned x[kApart][4];
   for (auto& slot : x)
-    for (unsigned& word : slot) word = kTest == kLoad ? base + threadIdx.x % 32 * 16 : threadIdx.x;
+    for (unsigned& word : slot) {
+      const unsigned lane = threadIdx.x % (kTest == kLoadPairs ? 4 : 32);
+      word = kLoad <= kTest && kTest <= kLoadPairs ? base + lane * kStep : threadIdx.x;
+    }
   for (int loop = 0; loop < loops; ++loop) {
 #pragma unroll
     for (int i = 0; i < kChain; ++i) execute<kTest>(x[i % kApart], threadIdx.x, seed, 0);
@@ -688,6 +714,29 @@ __global__ void early(int before, int after) {
   spin(after);
 }
 
+// Nanoseconds of a clock that all multiprocessors share, at a block's start, after its wait for the
+// previous kernel, and at its end.
+struct Span {
+  unsigned long long start, waited, end;
+};
+
+__device__ unsigned long long now_ns() {
+  unsigned long long ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+// A kernel that takes some cycles after its wait, and may allow the next one before them.
+__global__ void span(Span* seen, int after, bool allows) {
+  Span mine{now_ns()};
+  ptx::wait_for_previous();
+  mine.waited = now_ns();
+  if (allows) ptx::allow_next();
+  spin(after);
+  mine.end = now_ns();
+  if (threadIdx.x == 0) seen[blockIdx.x] = mine;
+}
+
 template <bool kStores>
 __global__ void cluster_barriers(long long* cycles) {
   __shared__ float there[256];
@@ -756,12 +805,6 @@ struct Seen {
   unsigned long long start_ns, waited_ns, end_ns;
   unsigned multiprocessor;
 };
-
-__device__ unsigned long long now_ns() {
-  unsigned long long ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
 
 // A kernel like those of the decode step. A block asks for weights, waits for the previous kernel,
 // loads 768 kRows floats that it has stored, computes moments as a LayerNorm does, and waits for the
@@ -962,7 +1005,7 @@ double launch_us(int blocks, int threads, int shared) {
 // A kernel's microseconds, with 6,000 cycles before its wait, after it, both or neither.
 template <bool kAllowsFirst>
 void early_launches(const char* name) {
-  for (int shared : {0, 48 * 1024}) {
+  for (int shared : {0, 48 * 1024, 200 * 1024}) {  // the last ones do not fit beside each other
     for (int cycles : {0, 1, 2, 3}) {
       const int before = cycles % 2 * 6000, after = cycles / 2 * 6000;
       const auto us = graph_us([=](cudaStream_t on) {
@@ -976,11 +1019,94 @@ void early_launches(const char* name) {
   }
 }
 
-// Microseconds per kernel of a chain whose kernels have the given shapes in turn: what differs in
-// clusters or shared memory may not start early.
 struct Shape {
   int blocks, cluster, shared;
 };
+
+// Calls of two kernels, of which the second starts early, with three ordinary kernels between two
+// calls, as the clock has them: the microseconds that each kernel adds, and what blocks see.
+void calls(const Shape& first, const Shape& second) {
+  constexpr int kCalls = 100, kMost = 1024, kAfter = 6000;
+  Span* seen;  // of the first, the second and the third of the others
+  cudaMalloc(&seen, 3 * kCalls * kMost * sizeof(Span));
+  const auto us = [&](int kernels) {
+    int call = 0;
+    return graph_us(
+        [&](cudaStream_t on) {
+          Span* const mine = seen + call++ % kCalls * 3 * kMost;
+          const auto launch = [&](const Shape& is, Span* to, bool allows) {
+            launch_early(span, is.blocks, 1, 256, is.shared, on, to, kAfter, allows);
+          };
+          if (kernels > 0) launch(first, mine, true);
+          if (kernels > 1) launch(second, mine + kMost, false);
+          for (int i = 0; i < 3; ++i) span<<<24, 256, 0, on>>>(mine + 2 * kMost, 0, false);
+        },
+        kCalls);
+  };
+  const std::string name = "call of " + std::to_string(first.blocks) + " blocks with " +
+                           std::to_string(first.shared >> 10) + " KB, then " +
+                           std::to_string(second.blocks) + " with " +
+                           std::to_string(second.shared >> 10) + " KB, of 6000 cycles: ";
+  const double others = us(0), one = us(1), both = us(2);
+  report(name + "the others", others, "us");
+  report(name + "the first adds", one - others, "us");
+  report(name + "the second adds", both - one, "us");
+  std::vector<Span> all(3 * kCalls * kMost);
+  cudaMemcpy(all.data(), seen, all.size() * sizeof(Span), cudaMemcpyDeviceToHost);
+  cudaFree(seen);
+  double starts[2] = {}, lasts[2] = {}, waited = 0;
+  for (int call = 1; call < kCalls; ++call) {
+    const Span* const mine = &all[size_t{3} * call * kMost];
+    const auto by = [](unsigned long long Span::* of) {
+      return [of](const Span& a, const Span& b) { return a.*of < b.*of; };
+    };
+    const auto least = [&](int of, int blocks, unsigned long long Span::* at) {
+      return *std::min_element(mine + of * kMost, mine + of * kMost + blocks, by(at)).*at;
+    };
+    const auto most = [&](int of, int blocks, unsigned long long Span::* at) {
+      return *std::max_element(mine + of * kMost, mine + of * kMost + blocks, by(at)).*at;
+    };
+    const auto add = [](double& to, unsigned long long at, unsigned long long from) {
+      to += static_cast<double>(static_cast<long long>(at - from)) / 1e3 / (kCalls - 1);
+    };
+    const auto allowed = most(0, first.blocks, &Span::waited);
+    const auto ended = most(0, first.blocks, &Span::end);
+    add(starts[0], least(1, second.blocks, &Span::start), allowed);
+    add(lasts[0], most(1, second.blocks, &Span::start), allowed);
+    add(starts[1], least(1, second.blocks, &Span::start), ended);
+    add(lasts[1], most(1, second.blocks, &Span::start), ended);
+    add(waited, most(1, second.blocks, &Span::waited), ended);
+  }
+  report(name + "the second's first block starts, after it is allowed", starts[0], "us");
+  report(name + "the second's last block starts, after it is allowed", lasts[0], "us");
+  report(name + "the second's first block starts, after the first's end", starts[1], "us");
+  report(name + "the second's last block starts, after the first's end", lasts[1], "us");
+  report(name + "the second's last wait ends, after the first's end", waited, "us");
+}
+
+// What a call's launches cost, by what its kernels leave each other of a multiprocessor.
+void calls_of_two() {
+  calls({24, 1, 0}, {24, 1, 0});
+  calls({24, 1, 0}, {24, 1, 200 << 10});         // on other multiprocessors, another division of L1
+  calls({96, 1, 48 << 10}, {48, 1, 200 << 10});  // there is room for 36
+  calls({132, 1, 0}, {132, 1, 0});
+  calls({132, 1, 48 << 10}, {132, 1, 96 << 10});
+  calls({132, 1, 0}, {132, 1, 200 << 10});
+  calls({132, 1, 48 << 10}, {132, 1, 200 << 10});  // there is room for none
+  calls({396, 1, 48 << 10}, {132, 1, 200 << 10});
+  for (int shared : {100 * 1024, 200 * 1024}) {
+    int launches = 0;
+    cudaFuncSetAttribute(empty, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024);
+    const double us = graph_us(
+        [&](cudaStream_t on) { empty<<<kMultiprocessors, 256, launches++ % 2 * shared, on>>>(); });
+    report(
+        "launch, 132 blocks of 256 threads, 0 and " + std::to_string(shared >> 10) + " KB in turn",
+        us, "us");
+  }
+}
+
+// Microseconds per kernel of a chain whose kernels have the given shapes in turn: what differs in
+// clusters or shared memory may not start early.
 void early_shapes(const char* name, const std::vector<Shape>& shapes) {
   for (bool allows_first : {true, false}) {
     for (int before : {0, 6000}) {
@@ -1169,6 +1295,27 @@ void mixed_clock(const unsigned char* from) {
                            (kCopies ? ", with copies" : "");
   report(name + ": busy tensor cores", 2 * 12 * 32.0 * kLoops * kMultiprocessors / found, "of 1");
   report(name + ": clock", found / ns, "GHz");
+}
+
+// The clock in the first milliseconds of products after a rest.
+template <int kPlain>
+void clock_after_rest() {
+  const auto kernel = mixed<kPlain, false>;
+  constexpr int kSmem = (64 + 32 + 1) * 1024;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
+  for (int us : {20, 100, 1000, 5000, 50'000}) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    const int loops = us * 1800 / (1000 + 3 * kPlain) + 1;
+    straight<512, kSlots><<<kMultiprocessors, 512>>>(cycles, 0);  // awake, but without products
+    kernel<<<kMultiprocessors, 384, kSmem>>>(cycles, zeros, loops);
+    double found = 0, ns = 0;
+    for (int i = 0; i < kMultiprocessors; ++i) found += fetch(2 * i), ns += fetch(2 * i + 1);
+    const std::string name = std::to_string(kPlain) +
+                             " instructions between groups of 12 products, " + std::to_string(us) +
+                             " us after a rest: ";
+    report(name + "busy tensor cores", 2 * 12 * 32.0 * loops * kMultiprocessors / found, "of 1");
+    report(name + "clock", found / ns, "GHz");
+  }
 }
 
 template <bool kCopies>
@@ -1487,6 +1634,7 @@ int main() {
   }
   early_launches<true>("before");
   early_launches<false>("after");
+  calls_of_two();
   const auto one_empty = [](cudaStream_t on) { empty<<<1, 256, 0, on>>>(); };
   for (int launches : {1, 2, 60})
     report("graph of " + std::to_string(launches) + " empty kernels",
@@ -1516,16 +1664,25 @@ int main() {
   beside_each<kMultiply>("FMUL");
   beside_each<kMax>("FMNMX");
   beside_each<kPack>("F2FP");
+  beside_each<kLogic>("LOP3");
+  beside_each<kPermute>("PRMT");
   beside_each<kUnpack>("HADD2.F32");
+  beside_each<kUnpackAndLogic>("HADD2.F32 and LOP3");
+  beside_each<kSplit>("F2FP, two HADD2.F32, two FADD");
   beside_each<kIntegerMad>("IMAD");
   beside_each<kExponential>("MUFU.EX2");
   beside_each<kExponential, 1>("MUFU.EX2 latency");
   beside_each<kShuffle>("SHFL");
   beside_each<kLoad>("LDS, 4-way conflict");
+  beside_each<kLoadEach>("LDS");
+  beside_each<kLoadPairs>("LDS.64 of four pairs");
   issue_ahead<16, 12, true>();
   issue_ahead<32, 12, true>();
   issue_ahead<32, 12, false>();
   issue_ahead<64, 12, true>();
+  clock_after_rest<0>();
+  clock_after_rest<256>();
+  clock_after_rest<1024>();
   mixed_clocks<false>();
   mixed_clocks<true>();
   beside_each<kFma>("on all multiprocessors, FFMA", true);
