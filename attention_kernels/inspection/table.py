@@ -15,8 +15,7 @@ def table(
     width: shorten longer lines to this many characters, if given.
     """
     cells: list[Sequence[object]] = [[*columns], *rows]
-    align = [*columns.values()]
-    text = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)
+    text = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=[*columns.values()])
     if width is None:
         return text
     lines = text.splitlines()

@@ -117,7 +117,7 @@ class _Scheduler:
         self.banks = [0.0, 0.0]
         """When the even and the odd registers of the last instructions have been read."""
         self.has_all_lines = has_all_lines
-        """Whether all code fits into the cache, so that it is there from an earlier launch."""
+        """Whether all code fits into the cache and is there, from an earlier block."""
         self._lines: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._fetched = 0.0
 
@@ -230,8 +230,9 @@ class Multiprocessor:
         }
         self.pipe_of = [pipe_of(one) for one in code]
         self.l2_rate = min(64.0, gpu.l2_bytes_per_cycle / gpu.multiprocessors)
-        self.released = 0.0
-        """When the previous launch has ended, for which blocks of an early launch wait."""
+        self.released, self.is_first = 0.0, False
+        """When the previous launch has ended, for which blocks of an early launch wait; whether the
+        blocks are the first of a launch after others, so that their code is not in the cache."""
 
     def run(
         self, works: Sequence[Work], most: float = math.inf, stalls: StallCycles | None = None
@@ -284,7 +285,7 @@ class Multiprocessor:
             for stream, at in zip(block.work.warps, start, strict=True):
                 self.warps.append(_Warp(len(self.warps), block, stream, at))
         lines = {index // _LINE for warp in self.warps for index, *_ in warp.stream}
-        has_all = len(lines) <= _SETS * _WAYS
+        has_all = len(lines) <= _SETS * _WAYS and not self.is_first
         self.schedulers = [_Scheduler(self.busy, has_all) for _ in range(SCHEDULERS)]
         for warp in self.warps:
             if warp.at < len(warp.stream):
@@ -509,14 +510,19 @@ class Multiprocessor:
         per = (cycles - first) / (sum(issued) - sum(few))
         return per, max(0.0, first - per * sum(few))
 
-    def overlap(self, works: Sequence[Work], released: float) -> float:
-        """Return the cycles by which a block that starts `released` cycles early ends earlier."""
+    def start(self, works: Sequence[Work], count: int, released: float = 0.0) -> float:
+        """Return when the first `count` blocks would have to start if all code were there.
+
+        They start `released` cycles before 0, until when they may have to wait for the previous
+        launch; then they end as if they had started later, or earlier, with all code in the cache.
+        """
         # Of the shortest one, only the beginning, where it waits.
-        begin = [dataclasses.replace(_by_length(works)[0], parts=[])]
+        begin = [dataclasses.replace(_by_length(works)[0], parts=[])] * count
         cycles, _ = self.run(begin, _MAX_TIMED)
-        self.released = released
-        early, _ = self.run(begin, _MAX_TIMED)
-        return cycles + released - early
+        self.released, self.is_first = released, True
+        first, _ = self.run(begin, _MAX_TIMED)
+        self.released, self.is_first = 0.0, False
+        return max(0.0, first - cycles) - released
 
     def together(self, works: Sequence[Work], count: int) -> list[float]:
         """Return cycles per instruction of `count` blocks that run at once, the oldest first."""
@@ -592,7 +598,8 @@ def time_grid(
     paces = full.together(line.works, fits) if fits > 1 else [alone]
     if stalls is not None:
         full.observe(line.works, fits, line.totals()["issue"] / line.busy, stalls)
-    starts = [-one.overlap(line.works, released[0])] * len(released) if released else []
+    starts = [full.start(line.works, fits, released[0])] * len(released) if released else []
+    starts += [full.start(line.works, fits)] * (gpu.multiprocessors - len(starts))
     end, equal = finish(line, gpu, alone, paces, extra, *starts)
     end = equal + (end - equal) / max(1, line.taken - 1)  # a block that is late takes fewer parts
     return end, equal, alone * min(work.counts["issue"] for work in line.works)
@@ -635,8 +642,8 @@ def finish(
 
     alone: cycles per instruction of a block that has a multiprocessor to itself. paces: those of
     each block, the oldest first, on a full multiprocessor. extra: additional cycles per block.
-    starts: of the first multiprocessors, if not at 0. Blocks start in order, each on the first
-    multiprocessor with room.
+    starts: when the first block of each multiprocessor starts, if not at 0. Blocks start in order,
+    each on the first multiprocessor with room.
     """
     waiting = [
         line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
@@ -661,7 +668,7 @@ def finish(
         first = min(range(len(place)), key=ends.__getitem__)
         return round(now + ends[first], 3), -len(waiting), number, now, first
 
-    events = [event(n, starts[n] if n < len(starts) else 0.0) for n, x in enumerate(places) if x]
+    events = [event(n, starts[n] if starts else 0.0) for n, place in enumerate(places) if place]
     heapq.heapify(events)
     end = 0.0
     while events:

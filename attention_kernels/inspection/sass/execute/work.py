@@ -245,9 +245,8 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
     timed = {*busy[:: -(-len(busy) // _SAMPLED) or 1], *busy[-1:]}
     works = [work_of(blocks, number, numbers[number]) for number in sorted(timed)]
-    executed, taken = frozenset(issue.index for issue in blocks.issued), int(blocks.taken.max())
-    how = alike, repeats, first, executed, blocks.waits, distinct, taken
-    return Line(length, samples, works, *how)
+    how = alike, repeats, first, frozenset(issue.index for issue in blocks.issued)
+    return Line(length, samples, works, *how, blocks.waits, distinct, int(blocks.taken.max()))
 
 
 def _places(grid: Triple, axes: Sequence[int]) -> list[Triple]:
