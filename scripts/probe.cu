@@ -865,6 +865,74 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// ---- What blocks send each other -----------------------------------------------------------------
+
+constexpr int kRanks = 8, kMostWords = 96;
+
+// In each round, every block of a cluster sends `count` words to `to` others, and waits for as many.
+__global__ void exchange_in_cluster(long long* cycles, int to, int count) {
+  __shared__ unsigned words[2][kRanks][kMostWords];
+  __shared__ ptx::Barrier barriers[2];
+  const unsigned rank = blockIdx.x % kRanks, bytes = 4 * to * count, t = threadIdx.x;
+  if (t == 0) {
+    for (auto& barrier : barriers) {
+      ptx::barrier_init(&barrier, 1);
+      ptx::barrier_init_fence();
+      ptx::barrier_expect(&barrier, bytes);
+    }
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  long long begin = 0;
+  for (unsigned round = 0; round < 2 * kChain; ++round) {
+    if (round == kChain) begin = clock64();
+    ptx::Barrier& barrier = barriers[round % 2];
+    for (int i = 1; i <= to; ++i) {
+      if (t < count)
+        ptx::send_words<1>(&words[round % 2][rank][t], (rank + i) % kRanks, {round}, &barrier);
+    }
+    ptx::barrier_wait(&barrier, round / 2 % 2);
+    if (t == 0) ptx::barrier_expect(&barrier, bytes);
+    __syncthreads();
+  }
+  if (t == 0 && blockIdx.x == 0) *cycles = clock64() - begin;
+  ptx::cluster_arrive();  // no block ends while others send it words
+  ptx::cluster_wait();
+}
+
+// In each round, every block stores `count` words in global memory, and waits for those of the kBlocks
+// blocks of its group, itself among them: those that are so many groups apart. The words are 0 before.
+template <int kBlocks>
+__global__ void exchange_words(long long* cycles, unsigned* words, int count) {
+  const int groups = gridDim.x / kBlocks, t = threadIdx.x;
+  long long begin = 0;
+  for (int round = 0; round < 2 * kChain; ++round) {
+    if (round == kChain) begin = clock64();
+    unsigned* const of_round = words + size_t{gridDim.x} * kMostWords * round + t;
+    const auto of = [=](int block) { return of_round + block * kMostWords; };
+    if (t < count) {
+      ptx::store_word(of(blockIdx.x), ~0u);
+      for (;;) {
+        unsigned found[kBlocks];
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i)
+          found[i] = ptx::load_word(of(i * groups + blockIdx.x % groups));
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) sum += __uint_as_float(~found[i]);
+        if (sum == 0) break;  // it is NaN
+        // If nothing needed them later, nvcc would wait for some loads before it issues the others.
+        unsigned least = found[0];
+#pragma unroll
+        for (int i = 1; i < kBlocks; ++i) least = min(least, found[i]);
+        if (least != 0) break;
+      }
+    }
+    __syncthreads();
+  }
+  if (t == 0 && blockIdx.x == 0) *cycles = clock64() - begin;
+}
+
 // ---- The host's side -----------------------------------------------------------------------------
 
 long long* cycles;  // on the GPU
@@ -1533,6 +1601,41 @@ void several_warps() {
   blocks_together<kBoth>("loads with 16 multiply-adds each");
 }
 
+// The cycles of a round in which blocks send each other words.
+template <int kBlocks>
+void exchanges_of_words(int groups, int count) {
+  const size_t bytes = size_t{4} * 2 * kChain * kBlocks * groups * kMostWords;
+  for (int i = 0; i < 3; ++i) {
+    cudaMemset(zeros, 0, bytes);
+    exchange_words<kBlocks>
+        <<<kBlocks * groups, 256>>>(cycles, reinterpret_cast<unsigned*>(zeros), count);
+  }
+  report("exchange of " + std::to_string(count) + " words through memory, groups of " +
+             std::to_string(kBlocks) + " of " + std::to_string(kBlocks * groups) + " blocks",
+         fetch() / kChain);
+  cudaMemset(zeros, 0, bytes);
+}
+
+void exchanges() {
+  for (int clusters : {1, 12}) {
+    for (int to : {1, 8}) {
+      for (int count : {1, 32, kMostWords}) {
+        for (int i = 0; i < 3; ++i)
+          launch_early(exchange_in_cluster, kRanks * clusters, kRanks, 256, 0, nullptr, cycles, to,
+                       count);
+        report("exchange of " + std::to_string(count) + " words with " + std::to_string(to) +
+                   " blocks of a cluster, of " + std::to_string(clusters),
+               fetch() / kChain);
+      }
+    }
+  }
+  exchanges_of_words<2>(1, 1);
+  exchanges_of_words<2>(1, kMostWords);
+  exchanges_of_words<12>(1, kMostWords);
+  exchanges_of_words<12>(kRanks, 1);
+  exchanges_of_words<12>(kRanks, kMostWords);
+}
+
 int main() {
   cudaMalloc(&cycles, 1 << 18);
   cudaMalloc(&nanoseconds, sizeof(*nanoseconds));
@@ -1651,6 +1754,7 @@ int main() {
     report(name + ", the arrival", fetch() / kChain);
   }
   several_warps();
+  exchanges();
   decode_step();
   clock_under<32, false, 1>("groups of 1 64x64x16 from shared memory, 1 warpgroup", 1);
   clock_under<32, true, 1>("groups of 1 64x64x16 from registers, 1 warpgroup", 1);

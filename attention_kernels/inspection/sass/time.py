@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -39,6 +39,9 @@ _AHEAD, _NEXT = 7, 20
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 # Cycles per barrier, per warp that arrives at it, and per barrier of a cluster.
 _BARRIER, _ARRIVAL, _CLUSTER = 12, 2, 400
+# Cycles until what a block sends is there: words in a cluster, and words that several blocks poll
+# in memory. With these figures the probe's exchanges take as long in the simulation as on the GPU.
+_SENT = {"STAS": 200} | dict.fromkeys((*STORES, "ATOM", "ATOMG"), 760)
 # Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
 # A warp alone needs twice as long for its requests as four schedulers that take turns.
 _PORT = {"shared": 2.0, "shuffle": 4.0}
@@ -58,8 +61,9 @@ _WAVEFRONT = (1.6, 1.7)
 # Warps that ask for shared memory wait while this many wavefronts are outstanding, and those that
 # ask for global memory while the load-store unit has this many such requests: so the probe says.
 _QUEUE, _REQUESTS = 160, 64
-# The share of memory's bandwidth that multiprocessors get if all ask at once: so the probe says.
-_BURST = 0.7
+# If all multiprocessors ask memory at once, the share of a copy's bandwidth that they get by loads
+# and by copies to shared memory, and the cycles until the latter begin to arrive: so the probe says.
+_LOADS, _COPIES, _COPIED = 0.7, 1.11, 850
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
@@ -217,9 +221,11 @@ class Multiprocessor:
     take turns at what they share.
     """
 
-    def __init__(self, gpu: GpuModel, code: Code, latency: float, rate: float) -> None:
-        """latency, rate: of requests for the call's inputs, in cycles and bytes per cycle."""
-        self.gpu, self.code, self.latency, self.rate = gpu, code, latency, rate
+    def __init__(
+        self, gpu: GpuModel, code: Code, inputs: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """inputs: of requests for them, by pipe, the latency in cycles and bytes per cycle."""
+        self.gpu, self.code, self.inputs = gpu, code, inputs
         integer = SCHEDULERS * WARP / gpu.integer_lanes
         self.busy = {
             **dict.fromkeys((*_LOAD_STORE, "control", "warpgroup", "tile"), 1.0),
@@ -380,7 +386,7 @@ class Multiprocessor:
             warp.copies.clear()
             self._watch(warp, next_at, LONG, warp.copied)
         warp.products += [signal] if signal and pipe == "warpgroup" else []
-        if signal and block.contribute(signal, served, index):
+        if signal and block.contribute(signal, served + _SENT.get(one.base, 0), index):
             if one.base in PRODUCTS:
                 block.when[signal] = done = self._multiply(one, block.when[signal])
             self._resume(block, signal)
@@ -427,7 +433,7 @@ class Multiprocessor:
         """Return when operands are read, a request (of Issued) is served, and the result ready."""
         wavefronts, lines, *fetched = request
         if pipe == "tile":
-            done = self._fetch(now, *fetched)
+            done = self._fetch(pipe, now, *fetched)
             return now + _FIXED[1], done, done
         if pipe not in _LOAD_STORE:
             result, operands = _LATENCIES.get(pipe, _FIXED)
@@ -446,16 +452,17 @@ class Multiprocessor:
             return read, served, begin + _SHUFFLE - 2
         if pipe == "shared":
             return read, served, served - 3 + self.gpu.shared_latency
-        done = self._fetch(begin, *fetched) if fetched[0] else served + self.gpu.l1_latency
+        done = self._fetch(pipe, begin, *fetched) if fetched[0] else served + self.gpu.l1_latency
         arrives = warp.block.arrives  # what another warp has requested is there when it gets it
         done = arrives[warp.index] = max(done, arrives[warp.index])
         return read, served, served if self.code[warp.index].base in STORES else done
 
-    def _fetch(self, now: float, misses: int, inputs: int) -> float:
+    def _fetch(self, pipe: str, now: float, misses: int, inputs: int) -> float:
         """Return when sectors that go to L2 are there, some of which hold inputs."""
-        cycles = (misses - inputs) / self.l2_rate + inputs / self.rate
+        latency, rate = self.inputs[pipe]
+        cycles = (misses - inputs) / self.l2_rate + inputs / rate
         self.l2 = max(self.l2, now) + cycles * SECTOR
-        return self.l2 + (self.latency if inputs else self.gpu.l2_latency)
+        return self.l2 + (latency if inputs else self.gpu.l2_latency)
 
     def _wake(self, warp: _Warp, when: float) -> None:
         """Let a warp go on at a time, once its code and the results that it needs are there."""
@@ -482,6 +489,8 @@ class Multiprocessor:
             if one.base == "SYNCS":  # whether the phase is complete is a result
                 result = block.when[event] + self.gpu.shared_latency
                 warp.release(one.writes, (result, latest, SHORT))
+            elif event[0] == "words":
+                warp.release(one.writes, (when + self.gpu.l2_latency, latest, LONG))
             self._wake(warp, when)
 
     def _open(self, block: _Block) -> None:
@@ -617,12 +626,20 @@ def multiprocessors(
     # L2, and so is all if nothing is known to come from memory.
     at_once = room * gpu.multiprocessors / line.busy
     cold = min(1.0, max(at_once, from_memory)) * (from_memory > 0)
-    latency = gpu.l2_latency + cold * (gpu.memory_latency - gpu.l2_latency)
     # No multiprocessor gets more blocks than if all are shared out equally.
     fits = min(room, -(-line.busy // gpu.multiprocessors))
     resident = min(line.busy, fits * gpu.multiprocessors)
+    kinds = ("global", gpu.memory_latency, _LOADS), ("tile", _COPIED, _COPIES)
+    late = {pipe: gpu.l2_latency + cold * (cycles - gpu.l2_latency) for pipe, cycles, _ in kinds}
     one, full = (
-        Multiprocessor(gpu, code, latency, _pace(gpu, from_memory, count / resident))
+        Multiprocessor(
+            gpu,
+            code,
+            {
+                pipe: (late[pipe], _pace(gpu, from_memory, part * count / resident))
+                for pipe, _, part in kinds
+            },
+        )
         for count in (1, fits)
     )
     return fits, one, full
@@ -630,7 +647,7 @@ def multiprocessors(
 
 def _pace(gpu: GpuModel, from_memory: float, share: float) -> float:
     """Return the bytes of inputs per cycle of a multiprocessor with a share of the bandwidth."""
-    memory = _BURST * share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
+    memory = share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
     l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
     return min(64.0, 1 / ((1 - from_memory) / l2 + from_memory / memory))
 

@@ -116,6 +116,9 @@ class Blocks:
         self.branched: dict[tuple[int, bytes], int] = {}
         self.waits = False  # whether they wait for other blocks, which are taken to be as far
         self.has_cluster = any(one.base == "UCGABAR_ARV" for one in self.code)
+        # The latest store of words for other blocks, by block and sector, and their number by warp.
+        self.sent: dict[tuple[int, int], Event] = {}
+        self.stores: Counter[tuple[int, int]] = Counter()
         self.spilled: dict[int, Values] = {}  # values by offset from the stack pointer
         self._views: dict[tuple[str, bool], Values] = {}
         self._wavefronts: dict[tuple[int, bool, bytes], int] = {}
@@ -251,7 +254,8 @@ class Blocks:
             seen = self.seen[warp // self.warps]
             new = touched if one.base in STORES else [x for x in touched if x not in seen]
             misses[warp] = len(new)
-            if new and one.base not in STORES and new[0] >> 35 not in STORED:
+            is_input = one.base not in STORES and "STRONG" not in one.modifiers
+            if new and is_input and new[0] >> 35 not in STORED:
                 inputs[warp] = len(new)
             seen |= dict.fromkeys(new, len(self.issued))
 

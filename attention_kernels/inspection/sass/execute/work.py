@@ -243,7 +243,8 @@ def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line
     if not numbers and program.heads_first and alike > 1:
         return line_of(program, launch, are_alike=False)
     busy = sorted(numbers, key=lambda number: numbers[number]["issue"])
-    timed = {*busy[:: -(-len(busy) // _SAMPLED) or 1], *busy[-1:]}
+    # Blocks that wait for each other all take as long as the longest.
+    timed = {*([] if blocks.waits else busy[:: -(-len(busy) // _SAMPLED) or 1]), *busy[-1:]}
     works = [work_of(blocks, number, numbers[number]) for number in sorted(timed)]
     how = alike, repeats, first, frozenset(issue.index for issue in blocks.issued)
     return Line(length, samples, works, *how, blocks.waits, distinct, int(blocks.taken.max()))

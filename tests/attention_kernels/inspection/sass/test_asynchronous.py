@@ -127,7 +127,9 @@ def test_a_block_takes_the_time_of_the_slowest_unit(done):
 
     def cycles(rate: float = 64.0, **changes: int) -> float:
         gpu = dataclasses.replace(H200, **changes)
-        found, issued = Multiprocessor(gpu, blocks.code, 1000.0, rate).run([one])
+        found, issued = Multiprocessor(
+            gpu, blocks.code, dict.fromkeys(("global", "tile"), (1000.0, rate))
+        ).run([one])
         assert issued == [one.counts["issue"]]
         return found
 
@@ -141,7 +143,9 @@ def test_a_block_takes_the_time_of_the_slowest_unit(done):
 def test_waits_have_the_profilers_reasons(done):
     blocks, one = done
     stalls = defaultdict(float)
-    Multiprocessor(H200, blocks.code, 1000.0, 64.0).run([one], stalls=stalls)
+    Multiprocessor(H200, blocks.code, dict.fromkeys(("global", "tile"), (1000.0, 64.0))).run(
+        [one], stalls=stalls
+    )
     causes = {(stall.reason, blocks.code[stall.cause].base) for stall in stalls}
     assert {"long scoreboard", "gmma", "barrier"} <= {reason for reason, _ in causes}
     assert causes & {("long scoreboard", "UTMALDG"), ("long scoreboard", "UBLKCP")}

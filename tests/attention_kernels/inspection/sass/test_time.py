@@ -31,7 +31,7 @@ def work_of(*warps):
 
 
 def cycles_of(code, *warps, gpu=H200):
-    cycles, issued = Multiprocessor(gpu, code, 0.0, 64.0).run([work_of(*warps)])
+    cycles, issued = Multiprocessor(gpu, code, {"global": (0.0, 64.0)}).run([work_of(*warps)])
     assert issued == [sum(map(len, warps))]
     return cycles
 
@@ -43,7 +43,7 @@ def in_order(code, wavefronts=0, lines=0, misses=0):
 
 def watched(code, warps, blocks=1):
     """Return the cycles, and the warp-cycles by stall, of blocks of the given warps."""
-    one, works = Multiprocessor(H200, code, 500.0, 64.0), [work_of(*warps)] * blocks
+    one, works = Multiprocessor(H200, code, {"global": (500.0, 64.0)}), [work_of(*warps)] * blocks
     stalls = defaultdict(float)
     cycles, _ = found = one.run(works, stalls=stalls)
     assert found == one.run(works)
@@ -98,7 +98,7 @@ def test_a_warpgroup_issues_few_products_ahead():
 
 
 def ends_of(code, *requests, warps, blocks=1):
-    model = Multiprocessor(H200, [*code, Instruction("CS2R", ("R4", "SR_CLOCKLO"))], 0.0, 64.0)
+    model = Multiprocessor(H200, [*code, Instruction("CS2R", ("R4", "SR_CLOCKLO"))], {})
     stream = [*in_order(code, *requests), (len(code), (0, 0, 0, 0), None, None)]
     model.run([work_of(*[stream] * warps)] * blocks)
     return [max(c for warp, _, c in model.marks if warp // warps == i) for i in range(blocks)]
