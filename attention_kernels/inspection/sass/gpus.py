@@ -44,10 +44,13 @@ class GpuModel:
     early_start_us: float
     """From when the previous kernel allows it until such a kernel's blocks start."""
 
-    def clock_at(self, busy: float) -> float:
-        """Return the clock in GHz, given the share of the time with products of warpgroups."""
+    def clock_at(self, busy: float, uses_mma: bool) -> float:
+        """Return the clock in GHz, given the share of the time with products of warpgroups.
+
+        uses_mma: warps have products, too, which lower the clock like few of those.
+        """
         shares, clocks = zip((0.0, self.clock_ghz), *self.warpgroup_clocks_ghz, strict=True)
-        return float(np.interp(busy, shares, clocks))
+        return float(np.interp(max(busy, uses_mma * shares[1]), shares, clocks))
 
 
 @functools.cache

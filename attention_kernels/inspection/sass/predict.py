@@ -237,7 +237,7 @@ def _predict_launch(
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors
     busy = dataclasses.replace(gpu, multiprocessors=max(1, min(gpu.multiprocessors, line.busy)))
     cycles = max(1.0, end, *_needs(busy, total, 0.0, 1.0).values())
-    hertz = gpu.clock_at(products / cycles) * 1e3  # cycles per microsecond
+    hertz = gpu.clock_at(products / cycles, total["tensor"] > 0) * 1e3  # cycles per microsecond
     needs = _needs(busy, total, min_bytes, hertz)
     busiest = max(needs.values())
     finished = max(end / hertz, busiest)

@@ -61,8 +61,8 @@ _WAVEFRONT = (1.6, 1.7)
 # Warps that ask for shared memory wait while this many wavefronts are outstanding, and those that
 # ask for global memory while the load-store unit has this many such requests: so the probe says.
 _QUEUE, _REQUESTS = 160, 64
-# If all multiprocessors ask memory at once, the share of a copy's bandwidth that they get by loads
-# and by copies to shared memory, and the cycles until the latter begin to arrive: so the probe says.
+# If all multiprocessors ask memory at once, the share of its bandwidth that they get by loads and by
+# copies to shared memory, and the cycles until the latter begin to arrive: so the probe says.
 _LOADS, _COPIES, _COPIED = 0.7, 1.11, 850
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
