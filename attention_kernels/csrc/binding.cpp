@@ -33,8 +33,7 @@
 #include "attention.h"
 #ifdef ATTENTION_EMULATOR
 #include "emulator/cuda_emulator.h"
-#include "emulator/runtime.cpp"
-#include "emulator/thread_sanitizer.cpp"
+#include "emulator/runtime.h"
 #else
 #include <cuda_runtime.h>
 #endif

@@ -114,23 +114,24 @@ def count_accesses(
         raise UnsupportedError(version.path.name, reasons)
     version = version.builds()[0]
     flags = [*compilers.compile_flags(version, "emulator", ""), "-fno-pie"]
-    csrc = header.csrc_of(version)
-    element = getattr(torch, version.dtype).itemsize
+    csrc, element = header.csrc_of(version), getattr(torch, version.dtype).itemsize
     sizes = (batch, seqlen, num_heads, head_dim, element, int(is_causal))
     arguments = [*map(str, sizes), version.layout]
-    recording, command = "recorders/accesses.cpp", [*flags, *_FLAGS.split()]
+    command = [*flags, *_FLAGS.split()]
+    ours = ("recorders/accesses.cpp", "-fno-pie", "-O1"), build.RUNTIME
 
     def build_recorder(program: Path) -> None:
-        # Both objects contain the emulator's functions. The linker takes those of the first
-        # object, which are not instrumented.
-        recorder = build.object_file(csrc, recording, "-fno-pie", "-O1")
-        objects = [str(recorder), f"{program}.o"]
+        # The linker takes the first function of each name. All objects contain the emulator's
+        # inline functions, but only the last one's are instrumented; the first two define the
+        # functions that -fsanitize=thread calls.
+        objects = [str(build.object_file("emulator", csrc, *one)) for one in ours]
+        objects.append(f"{program}.o")
         source = build.source_flags(version, command, program.parent)
-        compilers.output_of([*command, *source, "-c", "-o", objects[1]])
+        compilers.output_of([*command, *source, "-c", "-o", objects[-1]])
         options = ["-o", str(program), "-pthread", "-ldl", *compilers.torch_libraries(version)]
-        compilers.output_of([flags[0], "-no-pie", *objects, *options])
+        compilers.output_of([flags[0], "-no-pie", "-Wl,-z,muldefs", *objects, *options])
 
-    name, files = f"accesses-{version.op}", [version.path, csrc / recording]
+    name, files = f"accesses-{version.op}", [version.path, *(csrc / one[0] for one in ours)]
     with build.kept(name, "", files, csrc, command, build_recorder).open("rb") as file:
         program = f"{child.FD}{file.fileno()}"
         done = child.run([program, *arguments], timeout_s=timeout_s)

@@ -105,17 +105,17 @@ def recorder(version: VersionHeader) -> Path:
     """Build the program that lists a version's launches. Raises BuildError."""
     csrc = csrc_of(version)
     command = [*compilers.compile_flags(version, "emulator", ""), "-O0"]
-    runtime, source = "emulator/runtime.cpp", csrc / "recorders" / "launches.cpp"
+    source = csrc / "recorders" / "launches.cpp"
 
     def link(program: Path) -> None:
         first = [*command, "-include", str(source)]
         code = build.source_flags(version, first, program.parent)
-        objects = [*code, "-x", "none", str(build.object_file(csrc, runtime, "-O0"))]
+        objects = [*code, "-x", "none", str(build.object_file("emulator", csrc, *build.RUNTIME))]
         options = ["-rdynamic", "-o", str(program), "-pthread", "-ldl"]
         options += compilers.torch_libraries(version)
         compilers.output_of([*first, *objects, *options])
 
-    files = [version.path, source, csrc / runtime]
+    files = [version.path, source, csrc / build.RUNTIME[0]]
     return build.kept(f"launches-{version.op}", "", files, csrc, command, link)
 
 

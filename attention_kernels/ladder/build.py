@@ -37,6 +37,7 @@ from attention_kernels.ladder.header import RACES, VersionHeader, csrc_of
 
 DIGEST_BYTES = hashlib.sha256().digest_size  # at the end of each file in the cache
 HIDDEN = ("-fPIC", "-fvisibility=hidden")  # the versions define the same names in one process
+RUNTIME = ("emulator/runtime.cpp", "-O1", *HIDDEN)  # the emulator's source in csrc, and its flags
 # Sanitizer checks whose failures csrc/emulator/faults.cpp handles.
 EMULATOR_CHECKS = ("-fsanitize=alignment,bounds,object-size", "-fno-sanitize-recover=all")
 # Compiling takes longer than most emulated launches. Inlining as at -O2: a bound is checked only
@@ -94,26 +95,26 @@ def build(version: VersionHeader, target: Target, arch: str = "", *, label: str 
     # those directly takes a third of a second.
     libraries += [f"-L{root}/lib", "-Wl,--no-as-needed", "-ltorch", *extra]
     libraries += ["-fopenmp"] if "-fopenmp" in flags else []
-    shared = [*compilers.binding_flags(target, csrc), "-O1", *hidden, *extra]
-    shared += ["-isystem", str(root / "include")]
+    shared = ["-O1", *hidden, *extra, "-isystem", str(root / "include")]
     command = [*flags, *hidden, *extra]
-    sources = [version.path, csrc / "binding.cpp"]
+    sources = [version.path, csrc / "binding.cpp", csrc / RUNTIME[0]]
 
     def make(library: Path) -> None:
         entry.check(version, digests([version.path], csrc, []))
         _tell(f"building {label or version.path.name} for {purpose} ...")
-        with _binding_lock:  # other threads need the same one
-            binding = _object(f"binding-{target}", sources[1], csrc, shared, *more)
+        with _binding_lock:  # other threads need the same ones
+            objects = [object_file(target, csrc, "binding.cpp", *shared, more=more)]
+            if target == "emulator":
+                objects.append(object_file(target, csrc, *RUNTIME, *extra))
         kernel = library.with_suffix(".o")
         if target == "emulator":
             source = source_flags(version, command, library.parent)
         else:
             source = [str(entry.written(version, library.parent))]
         _compile([*command, "-c", *source], kernel)
-        # Of an inline function in both files the first is used. It has to be the binding's: a
-        # version that looks for races would have the emulator report its own accesses as the
-        # kernel's.
-        _compile([gxx, "-shared", str(binding), kernel.name, *libraries], library)
+        # Of an inline function in several files the first is used. It must not be the version's:
+        # one that looks for races would have the emulator report its own accesses as the kernel's.
+        _compile([gxx, "-shared", *map(str, objects), kernel.name, *libraries], library)
 
     everything = [*command, str(version.path), *shared, *libraries]
     # Several machines may share the cache.
@@ -153,20 +154,18 @@ def _optimization(version: VersionHeader) -> Sequence[str]:
     return [*EMULATOR_OPTIMIZATION, *EMULATOR_CHECKS, *more]
 
 
-def object_file(csrc: Path, source: str, *flags: str) -> Path:
+def object_file(target: Target, csrc: Path, source: str, *flags: str, more: object = ()) -> Path:
     """Return the object file of a source in csrc that is the same for every version.
 
-    It is from the cache or newly compiled by g++. Raises BuildError.
+    It is from the cache or newly compiled. more: of its digest. Raises BuildError.
     """
-    command = [*compilers.binding_flags("emulator", csrc), *flags]
-    return _object(Path(source).stem, csrc / source, csrc, command)
+    command = [*compilers.binding_flags(target, csrc), *flags]
 
-
-def _object(name: str, source: Path, csrc: Path, command: Sequence[str], *more: object) -> Path:
     def make(output: Path) -> None:
-        _compile([*command, "-c", str(source)], output)
+        _compile([*command, "-c", str(csrc / source)], output)
 
-    return kept(name, ".o", [source], csrc, command, make, *more)
+    name = f"{Path(source).stem}-{target}"
+    return kept(name, ".o", [csrc / source], csrc, command, make, more)
 
 
 def _compile(command: Sequence[str], output: Path) -> None:
@@ -224,7 +223,8 @@ def kept(
 def sources(version: VersionHeader) -> list[Path]:
     """Return the files that a version's library is built from, except the system's and torch's."""
     csrc = csrc_of(version)
-    return [*map(Path, digests([version.path, csrc / "binding.cpp"], csrc, []))]
+    files = [version.path, csrc / "binding.cpp", csrc / RUNTIME[0]]
+    return [*map(Path, digests(files, csrc, []))]
 
 
 # The cache
@@ -332,8 +332,7 @@ def digest_of(
     files = [*files, csrc / "adapter.cuh"] if "-DATTENTION_ENTRY" in command else files
     if "-DATTENTION_EMULATOR" in command:
         files = [*files, csrc / "emulator" / "inline_ptx.h", ptx.FILE, Path(ptx.__file__)]
-    contents = digests(files, csrc, command)
-    found = sorted((Path(path).name, digest) for path, digest in contents.items())
+    found = sorted((Path(path).name, sha) for path, sha in digests(files, csrc, command).items())
     return digest_name(name, compilers.asked(command[0]), words, found, *more)
 
 

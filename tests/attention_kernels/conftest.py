@@ -30,10 +30,12 @@ def probe() -> Callable[..., str]:
     command = [gxx, *flags, "-Wall", "-Wextra", "-Werror", f"-I{csrc}/emulator", f"-I{csrc}"]
 
     def compile_to(library: Path) -> None:
-        words = [*command, str(PROBE), "-o", str(library), "-pthread", "-ldl"]
-        subprocess.run(words, check=True)
+        objects = [str(PROBE), str(build.object_file("emulator", csrc, *build.RUNTIME))]
+        subprocess.run([*command, *objects, "-o", library, "-pthread", "-ldl"], check=True)
+        subprocess.run([*command, "-fsyntax-only", runtime], check=True)  # without a warning
 
-    library = build.kept("probe", ".so", [PROBE], csrc, command, compile_to)
+    runtime = csrc / build.RUNTIME[0]
+    library = build.kept("probe", ".so", [PROBE, runtime], csrc, command, compile_to)
     functions = ctypes.CDLL(str(library))
 
     def call(name: str, *arguments: torch.Tensor | int) -> str:

@@ -452,46 +452,6 @@ void Block::drop_stacks() {
   madvise(reinterpret_cast<void*>(stacks), kMaxThreads * kStackBytes, MADV_DONTNEED);
 }
 
-// All blocks of this library.
-struct Blocks {
-  std::mutex mutex;
-  std::atomic<Block*> first{nullptr};  // only ever grows: the signal handlers walk it
-
-  static Blocks& instance() {
-    static Blocks* const blocks = new Blocks;  // never destroyed: threads may outlive statics
-    return *blocks;
-  }
-
-  Block* acquire() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    for (Block* block = first; block != nullptr; block = block->next_of_all) {
-      if (!std::exchange(block->in_use, true)) return block;
-    }
-    auto* const block = new Block;
-    block->in_use = true;
-    block->next_of_all = first;
-    first = block;
-    return block;
-  }
-
-  void release(Block* block) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    block->in_use = false;
-  }
-
-  // Returns the block whose fiber has this stack pointer, or null.
-  Block* of(uintptr_t stack_pointer) const {
-    Block* block = first;
-    while (block != nullptr && !block->owns(stack_pointer)) block = block->next_of_all;
-    return block;
-  }
-};
-
-// Returns the block that the calling CUDA thread belongs to, or null in host code.
-inline Block* this_block() {
-  return Blocks::instance().of(reinterpret_cast<uintptr_t>(__builtin_frame_address(0)));
-}
-
 int print(const char* file, int line, const char* format, ...) {
   std::string where = place(file, line) + ": ";
   if (const Block* const block = this_block())

@@ -9,9 +9,8 @@
 // this folder, a kernel's own `#include <mma.h>` finds them. The functions of ptx.cuh are in
 // cluster.h and ptx.h, those of tma.cuh and wgmma.cuh in tma.h and wgmma.h.
 //
-// The part that does not depend on the kernel is in runtime.cpp, compiled once, with binding.cpp,
-// and linked to every kernel: grid.cpp runs a launch, block.cpp a block, and faults.cpp reports
-// faults.
+// The part that does not depend on the kernel is in runtime.cpp, compiled once and linked to every
+// kernel: grid.cpp runs a launch, block.cpp a block, and faults.cpp reports faults.
 //
 // Environment, read at each launch:
 //   ATTENTION_EMULATOR_ARCH     compute capability, which limits shared memory: 90 by default

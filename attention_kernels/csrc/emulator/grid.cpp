@@ -6,7 +6,7 @@ constexpr double kTimeout = 60;  // default, in seconds per block
 
 // ---- Settings -----------------------------------------------------------------------------------
 
-inline const char* setting(const char* name) {
+const char* setting(const char* name) {
   const char* const value = std::getenv(name);
   return value != nullptr && *value != '\0' ? value : nullptr;
 }
@@ -80,7 +80,7 @@ inline std::string read_settings(Launch& launch, uint64_t& workers) {
 }
 
 // Returns a complaint about the environment, or "".
-inline std::string wrong_setting() {
+std::string wrong_setting() {
   Launch launch{};
   uint64_t workers;
   return read_settings(launch, workers);
@@ -465,11 +465,7 @@ struct HostThread {
   }
 };
 
-// Returns the error of the calling thread's last launch, or an empty string.
-inline std::string last_error() { return HostThread::own().error; }
-
-// The most launches that may overlap.
-inline size_t most_overlapping = 4;
+std::string last_error() { return HostThread::own().error; }
 
 void begin_launches() {
   HostThread& own = HostThread::own();

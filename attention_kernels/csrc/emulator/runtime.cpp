@@ -1,5 +1,5 @@
-// The part of the emulator that does not depend on the kernel. Each library or program of emulated
-// kernels includes it once; kernels that do not include it compile in half the time.
+// The part of the emulator that does not depend on the kernel. It is compiled
+// once and linked to each library and program of emulated kernels.
 
 #include "runtime.h"
 
@@ -21,13 +21,11 @@
 #include <map>
 #include <memory>
 #include <new>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <unordered_map>
-#include <utility>
 
 // Hides what these files define, but not what the headers above declare, from other libraries.
 #pragma GCC visibility push(hidden)
@@ -46,3 +44,5 @@
 #include "wgmma.cpp"
 
 #pragma GCC visibility pop
+
+#include "thread_sanitizer.cpp"

@@ -1,5 +1,5 @@
-// What the runtime's files share. Only they include this: parsing <string> takes g++ as long as
-// most kernels.
+// What the runtime's files share, also with the binding and the recorders. Kernels do not include
+// this: parsing <string> takes g++ as long as most kernels.
 
 #pragma once
 
@@ -8,7 +8,9 @@
 #include <atomic>
 #include <deque>
 #include <mutex>
+#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tma.h"
@@ -118,6 +120,57 @@ struct Cluster {
   }
 };
 
+// All blocks of this library.
+struct Blocks {
+  std::mutex mutex;
+  std::atomic<Block*> first{nullptr};  // only ever grows: the signal handlers walk it
+
+  static Blocks& instance() {
+    static Blocks* const blocks = new Blocks;  // never destroyed: threads may outlive statics
+    return *blocks;
+  }
+
+  Block* acquire() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (Block* block = first; block != nullptr; block = block->next_of_all) {
+      if (!std::exchange(block->in_use, true)) return block;
+    }
+    auto* const block = new Block;
+    block->in_use = true;
+    block->next_of_all = first;
+    first = block;
+    return block;
+  }
+
+  void release(Block* block) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    block->in_use = false;
+  }
+
+  // Returns the block whose fiber has this stack pointer, or null.
+  Block* of(uintptr_t stack_pointer) const {
+    Block* block = first;
+    while (block != nullptr && !block->owns(stack_pointer)) block = block->next_of_all;
+    return block;
+  }
+};
+
+// Returns the block that the calling CUDA thread belongs to, or null in host code.
+inline Block* this_block() {
+  return Blocks::instance().of(reinterpret_cast<uintptr_t>(__builtin_frame_address(0)));
+}
+
+// Returns a variable of the environment, or null if it is not set or empty.
+const char* setting(const char* name);
+// Returns a complaint about a setting of the environment, or "".
+std::string wrong_setting();
+
+// Returns the error of the calling thread's last launch, or an empty string.
+std::string last_error();
+
+// The most launches that may overlap.
+inline size_t most_overlapping = 4;
+
 // Called after each failed wait. Returns whether the calling thread must report that no thread of
 // the block, and of its cluster, can ever go on.
 bool never_ends(bool at_barrier);
@@ -125,6 +178,9 @@ bool never_ends(bool at_barrier);
 }  // namespace attention::emulator
 
 namespace attention::ptx {
+
+constexpr unsigned kDepth = 16;  // of a product
+constexpr unsigned kRows = 16;   // of a warp
 
 // Reads what other blocks of the cluster have sent. Defined in cluster.cpp.
 void receive_messages();
@@ -139,6 +195,31 @@ void add_copy(const BulkCopy& copy);
 void fill_tile(const BulkCopy& copy);
 // Returns the box of contiguous bytes.
 Box line_of(const void* memory, size_t bytes);
+
+inline size_t box_bytes(const TensorMap& map) {
+  return std::accumulate(map.box, map.box + 5, size_t(map.element_bytes), std::multiplies<>());
+}
+
+// Calls row(offset in the tile, address in the tensor, bytes within bounds) for each row of a box.
+template <typename Row>
+void for_each_row(const Box& box, Row row) {
+  const auto& [map, at] = box;
+  const int width = map.box[0] * map.element_bytes;
+  const int64_t first = std::clamp<int64_t>(at[0], 0, map.sizes[0]);
+  const int64_t end = std::clamp<int64_t>(int64_t{at[0]} + map.box[0], first, map.sizes[0]);
+  for (size_t offset = 0; offset < box_bytes(map); offset += width) {
+    bool inside = true;
+    int64_t address = first * map.element_bytes;
+    size_t rest = offset / width;
+    for (int d = 1; d < 5; rest /= map.box[d++]) {
+      const auto where = static_cast<int64_t>(rest % map.box[d]) + at[d];
+      inside &= where >= 0 && where < map.sizes[d];
+      address += where * map.strides[d];
+    }
+    row(offset, map.tensor + (inside ? address : 0), size_t(first - at[0]) * map.element_bytes,
+        inside ? size_t(end - first) * map.element_bytes : 0);
+  }
+}
 
 // Sends a copy or an arrival to another block of the cluster.
 void send(unsigned block, const BulkCopy& copy);

@@ -78,10 +78,6 @@ bool is_valid(const TensorMap& map) {
   return valid && width % 16 == 0 && (map.swizzle == 0 || width == 16 << map.swizzle);
 }
 
-inline size_t box_bytes(const TensorMap& map) {
-  return std::accumulate(map.box, map.box + 5, size_t(map.element_bytes), std::multiplies<>());
-}
-
 Box line_of(const void* memory, size_t bytes) {
   const auto size = static_cast<int>(bytes);
   return {{static_cast<const unsigned char*>(memory),
@@ -91,27 +87,6 @@ Box line_of(const void* memory, size_t bytes) {
            1,
            0},
           {}};
-}
-
-// Calls row(offset in the tile, address in the tensor, bytes within bounds) for each row of a box.
-template <typename Row>
-void for_each_row(const Box& box, Row row) {
-  const auto& [map, at] = box;
-  const int width = map.box[0] * map.element_bytes;
-  const int64_t first = std::clamp<int64_t>(at[0], 0, map.sizes[0]);
-  const int64_t end = std::clamp<int64_t>(int64_t{at[0]} + map.box[0], first, map.sizes[0]);
-  for (size_t offset = 0; offset < box_bytes(map); offset += width) {
-    bool inside = true;
-    int64_t address = first * map.element_bytes;
-    size_t rest = offset / width;
-    for (int d = 1; d < 5; rest /= map.box[d++]) {
-      const auto where = static_cast<int64_t>(rest % map.box[d]) + at[d];
-      inside &= where >= 0 && where < map.sizes[d];
-      address += where * map.strides[d];
-    }
-    row(offset, map.tensor + (inside ? address : 0), size_t(first - at[0]) * map.element_bytes,
-        inside ? size_t(end - first) * map.element_bytes : 0);
-  }
 }
 
 // Returns where a byte of a tile lies: the lowest bits of the chunk's number are combined with

@@ -3,8 +3,6 @@
 namespace attention::ptx {
 
 constexpr uint32_t kPoisonSum = 0x7fa5e1f5;  // a signaling NaN: no computation leaves it as it is
-constexpr unsigned kDepth = 16;
-constexpr unsigned kRows = 16;  // of a warp
 
 inline ProductsOfWarp& products_of_warp() {
   const Fiber& self = this_fiber();

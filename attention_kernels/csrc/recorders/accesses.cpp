@@ -33,7 +33,7 @@
 
 #include "attention.h"
 #include "emulator/cuda_emulator.h"
-#include "emulator/runtime.cpp"
+#include "emulator/runtime.h"
 #include "recorders/channel.h"
 
 namespace attention {

@@ -37,7 +37,7 @@ exec {gxx} "$@"
 def csrc(tmp_path: Path) -> Path:
     """A tree like csrc, with versions 1 and 2."""
     folder = tmp_path / "csrc"
-    for name in ("attention.h", "common.cuh", "emulator/cuda_emulator.h"):
+    for name in ("attention.h", "common.cuh", "emulator/cuda_emulator.h", "emulator/runtime.cpp"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("#pragma once\n")
     (folder / "common.cuh").write_text('#include "emulator/cuda_emulator.h"\n')

@@ -4,7 +4,7 @@
 #include <cuda_pipeline.h>
 #include <mma.h>
 
-#include "runtime.cpp"
+#include "runtime.h"
 
 using namespace nvcuda::wmma;
 

@@ -97,7 +97,7 @@ def expected(tmp_path_factory):
     """The words that operations.cu stores, in their order, as g++ and the emulator compute them."""
     program, source = tmp_path_factory.mktemp("host") / "main", FOLDER / "operations_on_host.cu"
     command = [*compilers.binding_flags("emulator", CSRC), "-DATTENTION_DTYPE=float32"]
-    runtime = build.object_file(CSRC, "emulator/runtime.cpp", "-O0")
+    runtime = build.object_file("emulator", CSRC, *build.RUNTIME)
     files = [str(runtime), "-x", "c++", str(source), "-o", str(program), "-pthread", "-ldl"]
     compilers.output_of([*command, "-DATTENTION_VERSION=v01", *files])
     return [*map(int, compilers.output_of([str(program), str(KEY), str(COUNT)]).split())]
