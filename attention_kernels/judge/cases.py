@@ -89,7 +89,7 @@ DRAWN, DRAWN_OF_LENGTH, DRAWN_OF_WIDTH = 2000, 16, 12
 # How many parts a fixed case counts for: enough for GPT-2's own batches to be in a quick run.
 PARTS_OF_FIXED = 30, 120
 # Of how many cases at once in_order_of_gain() counts the new parts.
-NEAR = 1024
+NEAR = 256
 # The dimensions of decode whose triples are combined; of attention, all are.
 DECODE_TRIPLES = "lengths", "batch", "num_heads", "head_dim", "layout"
 MOST_COMBINED_HEAD_DIMS = 3

@@ -20,20 +20,22 @@ from pathlib import Path
 from attention_kernels.ladder.compilers import BuildError
 from attention_kernels.ladder.header import CSRC, STRING, TOKEN, split
 
-ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*)*\(")
+# A pattern that begins with a letter, and only then looks behind, is found ten times faster in a
+# million characters of headers than one that begins with \b.
+ASM = re.compile(r"(?:asm(?<!\wasm)|__asm(?<!\w__asm)(?:__)?)\b\s*(?:(?:__)?volatile\w*\s*)*\(")
 # What needs a translation, or only inline_ptx.h, besides asm.
 FOREIGN = re.compile(
     rb"\bextern\s+(?:(?:__align__|alignas)\s*\([^;{]+?\)\s*)?__shared__\b|__shared__\s+alignas\b"
     rb"|\bstatic\s+__shared__\b|\b__noinline__\b|<<<"
     rb"|\b__(?:reduce_\w+_sync|match_any_sync|byte_perm|funnelshift_[lr]|brev|cvta_\w+)\b"
 )
-ALIGNED = re.compile(r"\bstatic thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
+ALIGNED = re.compile(r"static(?<!\wstatic) thread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
 # `static __shared__` is valid, too. Arrays are aligned, as kernels of other people rely on.
-STATIC = re.compile(r"\b(?:static\s+)?static thread_local\b(?=([^;(){}=]*\[)?)")
+STATIC = re.compile(r"static(?<!\wstatic)(?:\s+static)? thread_local\b(?=([^;(){}=]*\[)?)")
 _NUMBER = r"((?:[^()]|\([^()]*\))+)"
-_ALIGNED = rf"(?:(?:__attribute__\s*\(\(aligned\s*\({_NUMBER}\)\)\)|alignas\s*\({_NUMBER}\))\s*)?"
+_ALIGN = rf"(?:(?:__attribute__\s*\(\(aligned\s*\({_NUMBER}\)\)\)|alignas\s*\({_NUMBER}\))\s*)?"
 DYNAMIC = re.compile(
-    rf"\bextern\s+{_ALIGNED}static thread_local\s+{_ALIGNED}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*\]\s*;"
+    rf"e(?<!\we)xtern\s+{_ALIGN}static thread_local\s+{_ALIGN}([\w:<>, ]+?)\s*\b(\w+)\s*\[\s*]\s*;"
 )
 LAUNCH = re.compile(r"<<<((?:(?!<<<).)*?)>>>(?=\s*\()", re.S)
 # The name of the kernel before it, and the arguments of a template.
@@ -47,7 +49,7 @@ PRINTF = re.compile(r"printf(?<![\w:.>]printf)(?=\s*\()")
 _VOID = r"(?:const\s+)?void\s*(?:const\s*)?\*\s*"
 # The cast hides the kernel's type.
 UNTYPED = re.compile(
-    r"\b(cudaLaunch(?:Cooperative)?Kernel\s*\(\s*)"
+    r"(cudaLaunch(?<!\wcudaLaunch)(?:Cooperative)?Kernel\s*\(\s*)"
     rf"(?:\(\s*{_VOID}\)|(?:reinterpret|static)_cast\s*<\s*{_VOID}>)"
 )
 # Between the pragmas of an entry's source, what has a name of ours gets another one.
@@ -199,7 +201,7 @@ def _is_deduced(text: str, name: str, given: str) -> bool:
 
 def _with_variables(text: str) -> str:
     """Rename gridDim and blockDim wherever host code has a variable or parameter of such a name."""
-    at = 0
+    at = len(text[: first.start()].rstrip()) - 1 if (first := DIMENSION.search(text)) else len(text)
     while found := DECLARED.search(text, at):
         depth, is_parameter, at, end = 0, False, found.start(), len(text)
         for token in TOKEN.finditer(text, found.end()):

@@ -6,6 +6,7 @@ dimension: what a kernel's code depends on, such as the edge of a tile or a bran
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -223,17 +224,20 @@ def in_attention(fault: Fault) -> bool:
     names = dict(fault)
     if {"a softmax_scale of 1 or more", "large numbers"} <= {*names.values()}:
         return False
-    least = {
-        part: next(n for n in range(1, 2000) if PARTS[part][name](_Sized(n)))
-        for part, name in fault
-        if part in ("length", "batch", "heads")
-    }
+    sizes = ("length", "batch", "heads")
+    least = {part: _least(part, name) for part, name in fault if part in sizes}
     length = least.pop("length", 1)
     head_dim = int(names.get("head_dim", "head_dim 32").split()[1])
     work = math.prod(least.values()) * (length if length == 1 else max(65, length)) ** 2 * head_dim
     if len(fault) == 2:
         return work <= 2e7
     return length <= (96 if least else 512) and work <= LARGEST_WORK_OF_TRIPLE
+
+
+@functools.cache
+def _least(part: str, name: str) -> int:
+    """Return the least size that meets a condition."""
+    return next(n for n in range(1, 2000) if PARTS[part][name](_Sized(n)))
 
 
 def in_decode(fault: Fault) -> bool:
