@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention_kernels.ladder.op import _with_line
-from tests.attention_kernels.conftest import faulty_op
+from tests.attention_kernels.conftest import BUILDS, faulty_op
 from tests.conftest import needs_compiler
 
 FILE = Path(__file__).parent / "negative" / "v11_orders.cu"
@@ -98,7 +98,7 @@ def test_what_a_schedule_shows_it_shows_again(monkeypatch):
     assert len(found) > 1
 
 
-@pytest.mark.parametrize("build", ["races", ""])
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("pattern", ENDLESS)
 def test_what_never_ends_is_named_at_once(pattern, build, monkeypatch):
     monkeypatch.setenv("ATTENTION_EMULATOR_MULTIPROCESSORS", "8")
