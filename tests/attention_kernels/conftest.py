@@ -29,14 +29,13 @@ def probe() -> Callable[..., str]:
     csrc, flags = header.CSRC, ["-std=c++17", "-O0", "-fPIC", "-shared", "-DATTENTION_EMULATOR"]
     command = [gxx, *flags, "-Wall", "-Wextra", "-Werror", f"-I{csrc}/emulator", f"-I{csrc}"]
 
-    def compile_to(library: Path) -> None:
+    def make(library: Path) -> None:
         objects = [str(PROBE), str(build.object_file("emulator", csrc, *build.RUNTIME))]
         subprocess.run([*command, *objects, "-o", library, "-pthread", "-ldl"], check=True)
         subprocess.run([*command, "-fsyntax-only", runtime], check=True)  # without a warning
 
     runtime = csrc / build.RUNTIME[0]
-    library = build.kept("probe", ".so", [PROBE, runtime], csrc, command, compile_to)
-    functions = ctypes.CDLL(str(library))
+    functions = ctypes.CDLL(str(build.kept("probe", ".so", [PROBE, runtime], csrc, command, make)))
 
     def call(name: str, *arguments: torch.Tensor | int) -> str:
         function = getattr(functions, name)

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -237,7 +237,8 @@ def in_attention(fault: Fault) -> bool:
 @functools.cache
 def _least(part: str, name: str) -> int:
     """Return the least size that meets a condition."""
-    return next(n for n in range(1, 2000) if PARTS[part][name](_Sized(n)))
+    sized = (SimpleNamespace(seqlen=n, batch=n, num_heads=n) for n in range(1, 2000))
+    return next(case.seqlen for case in sized if PARTS[part][name](case))
 
 
 def in_decode(fault: Fault) -> bool:
@@ -249,19 +250,6 @@ def in_decode(fault: Fault) -> bool:
     if is_one_length and names.get("lengths") in DIFFERENT:
         return False
     return len(fault) < 3 or {*names} <= {"lengths", "batch", "heads", "head_dim", "layout"}
-
-
-@dataclass(frozen=True)
-class _Sized:
-    """A case of which one size is known, whichever a condition looks at."""
-
-    size: int
-
-    @property
-    def seqlen(self) -> int:
-        return self.size
-
-    batch = num_heads = seqlen
 
 
 def remainders(cases: Sequence[Any]) -> Met:

@@ -115,10 +115,9 @@ def test_a_rival_is_stopped_while_another_is_timed(cheat, plugin, clean_registry
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system has no /proc")
 def test_a_stopped_worker_ends_with_the_judge():
     rests = (
-        "import time\nfrom attention_kernels import child\n"
-        "from attention_kernels.judge.worker import Worker\nchild.start_server(fork=True)\n"
-        "runner = Worker('NAIVE_PYTORCH', 'cpu')\nrunner.rest()\n"
-        "print(runner._process._process.pid, flush=True)\ntime.sleep(600)"
+        "from attention_kernels import child\nfrom attention_kernels.judge import worker\n"
+        "child.start_server(fork=True)\nrunner = worker.Worker('NAIVE_PYTORCH', 'cpu')\n"
+        "runner.rest()\nprint(runner._process._process.pid, flush=True)\nworker.time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", rests], stdout=subprocess.PIPE) as judge:
         group = int(judge.stdout.readline())
