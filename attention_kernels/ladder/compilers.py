@@ -247,7 +247,7 @@ def source_lines(binary: str, addresses: Iterable[str]) -> list[list[tuple[str, 
 
     Raises BuildError.
     """
-    addr2line = execute([str(find_gxx()), "-print-prog-name=addr2line"]).out.strip()
+    addr2line = asked(str(find_gxx()), "-print-prog-name=addr2line").strip()
     command = [addr2line, "--addresses", "--inlines", "--exe", binary, *addresses]
     found: list[list[tuple[str, int]]] = []
     for line in output_of(command).splitlines():
