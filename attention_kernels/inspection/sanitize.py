@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from attention_kernels import child, ladder, registry
 from attention_kernels.errors import KernelError, UnavailableBackendError, UnsupportedError
@@ -167,12 +166,6 @@ def _cases(spec: BackendSpec) -> Iterator[Case | DecodeCase]:
                 yield Case(seqlen, head_dim, 1.0, batch, num_heads, is_causal, dtype=dtype)
 
 
-def _call(spec: BackendSpec, case: Case | DecodeCase, inputs: Sequence[Tensor]) -> Tensor:
-    if isinstance(case, DecodeCase):
-        return spec.decode(*inputs)
-    return spec.attention(*inputs, is_causal=case.is_causal)
-
-
 def _run(spec: BackendSpec, device: str, schedules: int = 1) -> None:
     """Run every case once, and in the emulator also in reverse and in some shuffled orders.
 
@@ -185,7 +178,10 @@ def _run(spec: BackendSpec, device: str, schedules: int = 1) -> None:
         for order in orders if device != "cuda" else [""]:
             os.environ["ATTENTION_EMULATOR_ORDER"] = order
             try:
-                found = _call(spec, case, inputs)
+                if isinstance(case, DecodeCase):
+                    found = spec.decode(*inputs)
+                else:
+                    found = spec.attention(*inputs, is_causal=case.is_causal)
             except UnsupportedError:  # too much shared memory for this device
                 break
             except KernelError as error:

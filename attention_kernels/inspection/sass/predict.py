@@ -62,15 +62,10 @@ class Prediction:
     """Why warps stall, by source line; None unless requested."""
 
     @property
-    def lost_us(self) -> dict[str, float]:
-        """The time that no resource needs."""
-        waiting = {"latency": self.waiting_us, "uneven blocks": self.uneven_us}
-        return waiting | {"launch": self.launch_us}
-
-    @property
     def parts(self) -> dict[str, float]:
         """The parts of the time by name: each resource, then the overheads."""
-        return self.needs_us | self.lost_us
+        waiting = {"latency": self.waiting_us, "uneven blocks": self.uneven_us}
+        return self.needs_us | waiting | {"launch": self.launch_us}
 
     @property
     def bound(self) -> str:

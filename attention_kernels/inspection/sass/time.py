@@ -11,6 +11,7 @@ the warp issues next: a warp at a barrier stalls at the instruction behind it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections import Counter, defaultdict, deque
@@ -61,8 +62,8 @@ _WAVEFRONT = (1.6, 1.7)
 # Warps that ask for shared memory wait while this many wavefronts are outstanding, and those that
 # ask for global memory while the load-store unit has this many such requests: so the probe says.
 _QUEUE, _REQUESTS = 160, 64
-# If all multiprocessors ask memory at once, the share of its bandwidth that they get by loads and by
-# copies to shared memory, and the cycles until the latter begin to arrive: so the probe says.
+# If all multiprocessors ask memory at once, the share of its bandwidth that loads get, and copies to
+# shared memory, and the cycles until the latter begin to arrive: so the probe says.
 _LOADS, _COPIES, _COPIED = 0.7, 1.11, 850
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
@@ -630,18 +631,13 @@ def multiprocessors(
     fits = min(room, -(-line.busy // gpu.multiprocessors))
     resident = min(line.busy, fits * gpu.multiprocessors)
     kinds = ("global", gpu.memory_latency, _LOADS), ("tile", _COPIED, _COPIES)
-    late = {pipe: gpu.l2_latency + cold * (cycles - gpu.l2_latency) for pipe, cycles, _ in kinds}
-    one, full = (
-        Multiprocessor(
-            gpu,
-            code,
-            {
-                pipe: (late[pipe], _pace(gpu, from_memory, part * count / resident))
-                for pipe, _, part in kinds
-            },
-        )
-        for count in (1, fits)
-    )
+
+    def inputs(share: float) -> dict[str, tuple[float, float]]:
+        late = ((pipe, cold * (cycles - gpu.l2_latency), part) for pipe, cycles, part in kinds)
+        pace = functools.partial(_pace, gpu, from_memory)
+        return {pipe: (gpu.l2_latency + more, pace(share * part)) for pipe, more, part in late}
+
+    one, full = (Multiprocessor(gpu, code, inputs(count / resident)) for count in (1, fits))
     return fits, one, full
 
 

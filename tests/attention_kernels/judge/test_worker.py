@@ -166,7 +166,7 @@ def test_what_a_plug_in_prints_does_nothing_to_a_terminal(strange, capfd):
 
 
 @pytest.mark.usefixtures("short_cases")
-def test_a_message_of_a_plug_in_is_one_line(strange, short_cases):
+def test_a_message_of_a_plug_in_is_one_line(strange):
     strange(
         "raise UnsupportedError('', ['no\\n  PASSED\\x1b[8m'])",
         "from attention_kernels import UnsupportedError",

@@ -16,14 +16,7 @@ import numpy as np
 from attention_kernels.inspection.resources import WARP
 from attention_kernels.inspection.sass import decode
 from attention_kernels.inspection.sass.decode import MAP_BYTES, Instruction, SassError, consecutive
-from attention_kernels.inspection.sass.execute.state import (
-    LOW,
-    STORED,
-    WARPGROUP,
-    Blocks,
-    Mbarrier,
-    Values,
-)
+from attention_kernels.inspection.sass.execute.state import LOW, STORED, WARPGROUP, Blocks, Mbarrier
 
 # Code addresses constant bank 0 like memory, to find tensor maps. Here that address is far from all
 # tensors.
@@ -131,26 +124,6 @@ def store_remote(blocks: Blocks, one: Instruction) -> None:
                 blocks.issued[-1].events[warp] = ("phase", *place, barrier.phase), None
                 barrier.bytes -= one.size
                 _complete(blocks, place)
-
-
-def exchange_words(blocks: Blocks, one: Instruction, addresses: Values) -> None:
-    """Let a load of words wait for those that its block has stored there by the same instruction.
-
-    Other blocks are taken to be as far, so theirs are there at the same time.
-    """
-    issue = blocks.issued[-1]
-    for warp, _ in _warps(blocks):
-        block = warp // blocks.warps
-        active = blocks.mask[_lanes(warp)]
-        places = {(block, at) for at in (addresses[_lanes(warp)][active] >> 5).tolist()}
-        if one.base in ("LD", "LDG"):
-            found = [blocks.sent[place] for place in places if place in blocks.sent]
-            issue.events[warp] = None, max(found, default=None)
-        else:
-            blocks.stores[warp, issue.index] += 1
-            event = "words", block, issue.index, blocks.stores[warp, issue.index]
-            issue.events[warp] = event, None
-            blocks.sent |= dict.fromkeys(places, event)
 
 
 def _box(blocks: Blocks, pointer: int, first: list[int]) -> tuple[int, list[tuple[int, int]]]:

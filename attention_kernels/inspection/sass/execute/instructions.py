@@ -138,8 +138,6 @@ def _shared_access(blocks: Blocks, one: Instruction) -> None:
 def _global_access(blocks: Blocks, one: Instruction) -> None:
     addresses = blocks.address(one.memory[-1], wide=True)
     blocks.request_global(addresses, one)
-    if "STRONG" in one.modifiers:
-        asynchronous.exchange_words(blocks, one, addresses)
     if one.base == "LDGSTS":
         at = blocks.address(one.memory[0], wide=False) & LOW
         blocks.request_shared(at, one.size, blocks.mask)

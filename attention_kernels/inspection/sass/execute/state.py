@@ -254,10 +254,26 @@ class Blocks:
             seen = self.seen[warp // self.warps]
             new = touched if one.base in STORES else [x for x in touched if x not in seen]
             misses[warp] = len(new)
-            is_input = one.base not in STORES and "STRONG" not in one.modifiers
-            if new and is_input and new[0] >> 35 not in STORED:
+            if "STRONG" in one.modifiers:
+                self._exchange(warp, one, touched)
+            elif new and one.base not in STORES and new[0] >> 35 not in STORED:
                 inputs[warp] = len(new)
             seen |= dict.fromkeys(new, len(self.issued))
+
+    def _exchange(self, warp: int, one: Instruction, sectors: Sequence[int]) -> None:
+        """Let a load of words wait for those that its block stores there by one instruction.
+
+        Other blocks are taken to be as far, so theirs are there at the same time.
+        """
+        issue, places = self.issued[-1], [(warp // self.warps, at) for at in sectors]
+        if one.base in ("LD", "LDG"):
+            found = [self.sent[place] for place in places if place in self.sent]
+            issue.events[warp] = None, max(found, default=None)
+        else:
+            self.stores[warp, issue.index] += 1
+            event = "words", warp // self.warps, issue.index, self.stores[warp, issue.index]
+            issue.events[warp] = event, None
+            self.sent |= dict.fromkeys(places, event)
 
 
 def _wavefronts(relative: Values, size: int, merges: bool) -> int:

@@ -68,9 +68,9 @@ def bars(found: Prediction) -> list[Bar]:
         "latency": "warps wait for results, barriers and each other",
         "uneven blocks": "multiprocessors without work",
     }
-    parts = sorted(found.parts.items(), key=lambda part: (part[0] in found.lost_us, -part[1]))
+    parts = sorted(found.parts.items(), key=lambda part: (part[0] not in found.needs_us, -part[1]))
     shown = [
-        Bar(name, notes.get(name, ""), us, "lost" if name in found.lost_us else "need")
+        Bar(name, notes.get(name, ""), us, "need" if name in found.needs_us else "lost")
         for name, us in parts
         if us >= 0.05
     ]
