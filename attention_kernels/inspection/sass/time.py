@@ -11,7 +11,6 @@ the warp issues next: a warp at a barrier stalls at the instruction behind it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 import math
 from collections import Counter, defaultdict, deque
@@ -62,8 +61,8 @@ _WAVEFRONT = (1.6, 1.7)
 # Warps that ask for shared memory wait while this many wavefronts are outstanding, and those that
 # ask for global memory while the load-store unit has this many such requests: so the probe says.
 _QUEUE, _REQUESTS = 160, 64
-# If all multiprocessors ask memory at once, the share of its bandwidth that loads get, and copies to
-# shared memory, and the cycles until the latter begin to arrive: so the probe says.
+# If all multiprocessors ask memory at once: the share of its bandwidth that loads get, that copies
+# to shared memory get, and the cycles until the latter begin to arrive. So the probe says.
 _LOADS, _COPIES, _COPIED = 0.7, 1.11, 850
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
@@ -631,21 +630,18 @@ def multiprocessors(
     fits = min(room, -(-line.busy // gpu.multiprocessors))
     resident = min(line.busy, fits * gpu.multiprocessors)
     kinds = ("global", gpu.memory_latency, _LOADS), ("tile", _COPIED, _COPIES)
+    l2 = (1 - from_memory) * gpu.multiprocessors / gpu.l2_bytes_per_cycle  # cycles per byte
+    memory = from_memory * gpu.clock_ghz / gpu.memory_gb_s
 
     def inputs(share: float) -> dict[str, tuple[float, float]]:
-        late = ((pipe, cold * (cycles - gpu.l2_latency), part) for pipe, cycles, part in kinds)
-        pace = functools.partial(_pace, gpu, from_memory)
-        return {pipe: (gpu.l2_latency + more, pace(share * part)) for pipe, more, part in late}
+        waits = {pipe: (1 - cold) * gpu.l2_latency + cold * cycles for pipe, cycles, _ in kinds}
+        rates = (1 / (l2 + memory / part / share) for *_, part in kinds)
+        return {
+            pipe: (waits[pipe], min(64.0, rate)) for pipe, rate in zip(waits, rates, strict=True)
+        }
 
     one, full = (Multiprocessor(gpu, code, inputs(count / resident)) for count in (1, fits))
     return fits, one, full
-
-
-def _pace(gpu: GpuModel, from_memory: float, share: float) -> float:
-    """Return the bytes of inputs per cycle of a multiprocessor with a share of the bandwidth."""
-    memory = share * gpu.memory_gb_s / gpu.clock_ghz  # bytes per cycle
-    l2 = gpu.l2_bytes_per_cycle / gpu.multiprocessors
-    return min(64.0, 1 / ((1 - from_memory) / l2 + from_memory / memory))
 
 
 def finish(

@@ -267,8 +267,7 @@ class Blocks:
         """
         issue, places = self.issued[-1], [(warp // self.warps, at) for at in sectors]
         if one.base in ("LD", "LDG"):
-            found = [self.sent[place] for place in places if place in self.sent]
-            issue.events[warp] = None, max(found, default=None)
+            issue.events[warp] = None, max(filter(None, map(self.sent.get, places)), default=None)
         else:
             self.stores[warp, issue.index] += 1
             event = "words", warp // self.warps, issue.index, self.stores[warp, issue.index]

@@ -152,6 +152,18 @@ def test_blocks_or_clusters_take_the_parts_of_a_queue_in_turn():
     assert assumed(blocks.code) == ["ATOMG.E.ADD.STRONG.GPU returns the next block's number"]
 
 
+def test_a_load_waits_for_the_words_that_its_block_stores_there():
+    """Other blocks are as far. The second warp loads what the first one stores, the second time."""
+    store, load = "STG.E.STRONG.GPU [R4], R5", "LDG.E.STRONG.GPU R6, [R8]"
+    at = "S2R R4, SR_TID.X", "IMAD R8, R4, 0x1000, RZ", "LOP3.LUT R4, R4, 0x1f, RZ, 0xc0, !PT"
+    blocks = ran(*at, "IMAD R4, R4, 0x1000, RZ", load, store, "MOV R8, R4", load)
+    first, stored, last = (x.events for x in blocks.issued if x.request is not None)
+    events = {warp: event for warp, (event, _) in stored.items()}
+    assert first == {0: (None, None), 1: (None, None)}
+    assert events[0] == events[1] is not None
+    assert last == {0: (None, events[0]), 1: (None, events[0])}
+
+
 def test_a_barrier_may_begin_with_a_phase_complete():
     """A thread arrives there, and at the barrier of another block, for which it has words."""
     word = "MOV R6, 0x1ffffe", "MOV R7, 0xfffff800", "SYNCS.EXCH.64 URZ, [UR4], R6"

@@ -6,13 +6,14 @@ import functools
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from attention_kernels import UnsupportedError, ladder, list_backends
 from attention_kernels.inspection.resources import Launch
 from attention_kernels.inspection.sass import predict
-from attention_kernels.inspection.sass.decode import Program
+from attention_kernels.inspection.sass.decode import Instruction, Program
 from attention_kernels.inspection.sass.execute.work import Line, Work, axes_of, line_of
 from attention_kernels.inspection.sass.gpus import gpus
 from attention_kernels.inspection.sass.time import finish
@@ -198,3 +199,13 @@ def test_what_cannot_be_predicted_is_refused_with_every_reason(name, gpu, shape,
 def test_a_grid_with_too_many_blocks_is_refused():
     with pytest.raises(UnsupportedError, match="a grid of 2097152 blocks"):
         line_of(program_of(CODE), launch_of((2**20, 2, 1)))
+
+
+def test_a_launch_starts_early_only_where_its_blocks_have_room():
+    """66 of 132 multiprocessors have one block of the first launch, the others two."""
+    code = {"a": [Instruction("PREEXIT", ())], "b": [Instruction("ACQBULK", ())]}
+    program = Program(Path(), Path(), gpus()["h200"], code, dict.fromkeys(code, (32, 0)))
+    shape = (198, 1, 1), (256, 1, 1)
+    launches = [Launch(0, x, x, *shape, size << 10, b"") for x, size in (("a", 48), ("b", 150))]
+    assert len(predict._released(program, launches, 1e4)) == 66
+    assert predict._released(program, launches[::-1], 1e4) is None

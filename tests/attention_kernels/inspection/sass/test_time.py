@@ -184,3 +184,19 @@ def test_a_warp_that_could_issue_is_held_back_by_what_is_busy(one, requests, war
     total = by_reason(found)
     del total[time.EXITED]
     assert max(total, key=total.__getitem__) == reason, total
+
+
+@pytest.mark.parametrize("name", ["STAS", "STG.E.STRONG.GPU"])
+def test_what_a_block_sends_travels(name):
+    code = [Instruction(one, ()) for one in (name, "SYNCS.PHASECHK", "EXIT")]
+    sent, rest = ("phase", 0, 0, 0), [(2, [0] * 4, None, None)]
+    waits, does_not = (
+        [(0, [1, 1, 0, 0], sent, None), (1, [1, 0, 0, 0], None, event), *rest]
+        for event in (sent, None)
+    )
+    assert 100 < cycles_of(code, waits) - cycles_of(code, does_not) < 1000
+
+
+def test_any_product_lowers_the_clock():
+    assert H200.clock_at(0.0, False) == H200.clock_ghz == 1.98
+    assert H200.clock_at(0.0, True) == 1.81 > H200.clock_at(0.5, True) == H200.clock_at(0.5, False)
