@@ -39,8 +39,9 @@ _AHEAD, _NEXT = 7, 20
 _FIXED = (4, 4)  # arithmetic of fixed latency, which nvcc's stall counts cover
 # Cycles per barrier, per warp that arrives at it, and per barrier of a cluster.
 _BARRIER, _ARRIVAL, _CLUSTER = 12, 2, 400
-# Cycles until what a block sends is there: words in a cluster, and words that several blocks poll
-# in memory. With these figures the probe's exchanges take as long in the simulation as on the GPU.
+# Cycles until what a block sends is there. With these figures an exchange in a cluster takes longer
+# in the simulation than the probe's of 1 word with all 8 blocks, and less time than that of 96; one
+# through memory takes as long as that of 12 of 96 blocks, which poll.
 _SENT = {"STAS": 200} | dict.fromkeys((*STORES, "ATOM", "ATOMG"), 760)
 # Cycles in which a scheduler hands over one wavefront of a request to shared memory, or a shuffle.
 # A warp alone needs twice as long for its requests as four schedulers that take turns.

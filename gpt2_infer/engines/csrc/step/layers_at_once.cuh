@@ -33,8 +33,8 @@
 //
 // Weights arrive in tiles, in turn: a block's columns of q, k and v; of the hidden units; and of the
 // hidden units' projection. A tile lies in one of kRegions regions of shared memory. When it has
-// been used, the tile kRegions further on is requested. The heads' projection has its own region.
-// Loads, and words on their way, wait for copies that have been requested before. So a copy is not
+// been used, there is room for the tile kRegions further on. The heads' projection has its own region.
+// Loads, and words on their way, wait for copies that were requested before them. So a tile is not
 // requested as soon as there is room for it, but where the block next has much to compute.
 // A copy may overtake a load, so every thread that has read a tile calls proxy_fence() before the
 // barrier after which its region is requested again; after the heads' projection, in the next product.
