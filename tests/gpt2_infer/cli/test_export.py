@@ -91,7 +91,7 @@ def build_variant(folder: Path, device: str) -> None:
         command += ["-DUSE_CUDA=1", "-DCUDA_KERNEL", "-cudart=none"]
         link = ["-Xlinker", str(compilers.cuda_runtime(nvcc))]
     else:
-        toolkit, link = "cpu", ["-pthread", EMULATOR_WRAPS]
+        toolkit, link = "cpu", ["-pthread", EMULATOR_WRAPS, f"{header.CSRC}/emulator/runtime.cpp"]
         command = [gxx, "-fPIC", "-O1", "-xc++", "-DATTENTION_EMULATOR"]
         command += [f"-I{header.CSRC}", f"-I{header.CSRC / 'emulator'}"]
     system = f"{platform.machine()}-{platform.system().lower()}"
