@@ -901,7 +901,8 @@ __global__ void exchange_in_cluster(long long* cycles, int to, int count) {
 }
 
 // In each round, every block stores `count` words in global memory, and waits for those of the kBlocks
-// blocks of its group, itself among them: those that are so many groups apart. The words are 0 before.
+// blocks of its group, itself among them. A group's blocks are as far apart as there are groups. The
+// words are 0 before.
 template <int kBlocks>
 __global__ void exchange_words(long long* cycles, unsigned* words, int count) {
   const int groups = gridDim.x / kBlocks, t = threadIdx.x;
