@@ -520,7 +520,7 @@ class Multiprocessor:
         per = (cycles - first) / (sum(issued) - sum(few))
         return per, max(0.0, first - per * sum(few))
 
-    def start(self, works: Sequence[Work], count: int, released: float = 0.0) -> float:
+    def start(self, works: Sequence[Work], count: int, released: float) -> float:
         """Return when the first `count` blocks would have to start if all code were there.
 
         They start `released` cycles before 0, until when they may have to wait for the previous
@@ -608,8 +608,9 @@ def time_grid(
     paces = full.together(line.works, fits) if fits > 1 else [alone]
     if stalls is not None:
         full.observe(line.works, fits, line.totals()["issue"] / line.busy, stalls)
-    starts = [full.start(line.works, fits, released[0])] * len(released) if released else []
-    starts += [full.start(line.works, fits)] * (gpu.multiprocessors - len(starts))
+    # Each different start is simulated once.
+    early = Counter([*released, *[0.0] * (gpu.multiprocessors - len(released))])
+    starts = [x for by, n in early.items() for x in [full.start(line.works, fits, by)] * n]
     end, equal = finish(line, gpu, alone, paces, extra, *starts)
     end = equal + (end - equal) / max(1, line.taken - 1)  # a block that is late takes fewer parts
     return end, equal, alone * min(work.counts["issue"] for work in line.works)
