@@ -46,6 +46,11 @@ enum Test {
   kLoadMatrix,
   kLoadEach,
   kLoadPairs,
+  kLoadPairEach,
+  kStoreEach,
+  kStorePairEach,
+  kStore16,
+  kConstant,
   kBarrier,
   kFence,
   kArrive,
@@ -55,6 +60,7 @@ enum Test {
 };
 
 __device__ float sink[1024];
+__constant__ unsigned table[1024];  // of zeros
 
 void report(const std::string& name, double value, const char* unit = "cycles") {
   static bool is_first = true;
@@ -105,7 +111,7 @@ __device__ void execute(unsigned (&x)[4], unsigned y, unsigned z, unsigned share
         : "r"(y));
   }
   if (kTest == kLoad || kTest == kLoadEach) asm volatile("ld.shared.u32 %0, [%0];" : "+r"(x[0]));
-  if (kTest == kLoadPairs) {
+  if (kTest == kLoadPairs || kTest == kLoadPairEach) {
     unsigned a;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%0];" : "+r"(x[0]), "=r"(a));
     x[1] ^= a;
@@ -120,6 +126,14 @@ __device__ void execute(unsigned (&x)[4], unsigned y, unsigned z, unsigned share
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%0];"
                  : "+r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]));
   }
+  if (kTest == kStoreEach) asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(x[0]), "r"(x[0]));
+  if (kTest == kStorePairEach)
+    asm volatile("st.volatile.shared.v2.u32 [%0], {%1, %2};" ::"r"(x[0]), "r"(x[0]), "r"(x[1]));
+  if (kTest == kStore16) {
+    asm volatile("st.volatile.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(x[0]), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3]));
+  }
+  if (kTest == kConstant) x[0] = table[x[0]];  // with a shift
   if (kTest == kBarrier) __syncthreads();
   if (kTest == kFence) ptx::proxy_fence();
   if (kTest == kArrive) {  // an arrival completes the phase, and the wait sees it
@@ -157,6 +171,7 @@ __global__ void chain(long long* cycles, unsigned y, unsigned z) {
   y += threadIdx.x, z += threadIdx.x;  // what all lanes share would be computed once for the warp
   unsigned x[kApart][4];
   constexpr bool kIsAddress = kLoad <= kTest && kTest <= kLoadMatrix;
+  if (kTest == kConstant) y = words[threadIdx.x % 4] - base;  // nvcc does not know that it is 0
   for (auto& slot : x)
     for (unsigned& word : slot) word = kIsAddress ? base + threadIdx.x % 32 * 16 : y;
   long long begin = 0;
@@ -320,8 +335,10 @@ __global__ void __launch_bounds__(256) beside(long long* found, int loops, unsig
   __shared__ volatile bool is_over;
   if (threadIdx.x == 0) stop = 0;
   const unsigned base = ptx::shared_address(words);
-  // Lanes load with a 4-way conflict, without any, or pairs of which four hold all.
-  constexpr unsigned kStep = kTest == kLoad ? 16 : kTest == kLoadEach ? 4 : 8;
+  // Loads of a word have a 4-way conflict or none; of pairs, each lane's own or one of four.
+  constexpr bool kIsWord = kTest == kLoadEach || kTest == kStoreEach;
+  constexpr bool kIsQuad = kLoad <= kTest && kTest <= kLoadMatrix || kTest == kStore16;
+  constexpr unsigned kStep = kIsWord ? 4 : kIsQuad ? 16 : 8;
   if (threadIdx.x < 128) words[threadIdx.x] = base + threadIdx.x * 4 / kStep * kStep;
   fill(tile, seed);
   __syncthreads();
@@ -362,7 +379,7 @@ __global__ void __launch_bounds__(256) beside(long long* found, int loops, unsig
   for (auto& slot : x)
     for (unsigned& word : slot) {
       const unsigned lane = threadIdx.x % (kTest == kLoadPairs ? 4 : 32);
-      word = kLoad <= kTest && kTest <= kLoadPairs ? base + lane * kStep : threadIdx.x;
+      word = kLoad <= kTest && kTest <= kStore16 ? base + lane * kStep : threadIdx.x;
     }
   for (int loop = 0; loop < loops; ++loop) {
 #pragma unroll
@@ -1658,6 +1675,7 @@ int main() {
   instruction<kLoad>("LDS, 4-way conflict");
   instruction<kLoad16>("LDS.128");
   instruction<kLoadMatrix>("LDSM.4");
+  instruction<kConstant>("LDC and a shift");
   instruction<kDoubleAdd>("DADD");
   instruction<kDoubleFma>("DFMA");
   instruction<kDoubleConvert>("F2F.F64.F32 and back");
@@ -1781,6 +1799,12 @@ int main() {
   beside_each<kLoad>("LDS, 4-way conflict");
   beside_each<kLoadEach>("LDS");
   beside_each<kLoadPairs>("LDS.64 of four pairs");
+  beside_each<kLoadPairEach>("LDS.64");
+  beside_each<kLoad16>("LDS.128");
+  beside_each<kLoadMatrix>("LDSM.4");
+  beside_each<kStoreEach>("STS");
+  beside_each<kStorePairEach>("STS.64");
+  beside_each<kStore16>("STS.128");
   issue_ahead<16, 12, true>();
   issue_ahead<32, 12, true>();
   issue_ahead<32, 12, false>();

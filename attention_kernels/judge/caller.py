@@ -231,13 +231,11 @@ class Timed:
 
     def renew(self, on_host: Tensor) -> None:
         """Copy new numbers to the inputs; a GPU makes an untimed run before, to raise its clock."""
-        if not self._block.is_cuda:
-            self._block.copy_(on_host)
-            return
-        on_device = on_host.to("cuda")
-        self.run()
+        on_device = on_host.to(self._block.device)
+        if self._block.is_cuda:
+            self.run()
+            calls.clear_persisting_l2()
         self._block.copy_(on_device)
-        calls.clear_persisting_l2()
 
     def multiply(self, seed: int) -> None:
         """Multiply all inputs but lengths by factors that the judge has drawn."""

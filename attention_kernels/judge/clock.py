@@ -120,7 +120,7 @@ class Numbers:
         """The seconds of a pass that the chain takes, with nothing of k in the L2.
 
         On CUDA, it is that of a graph also where the backend allows none, where the host may take
-        longer to launch three kernels: so no backend's time gets too short.
+        longer to launch four kernels: so no backend's time gets too short.
         """
         timed = next(iter(self._requests.values())).calls
         block = torch.zeros(timed.given_bytes, dtype=torch.uint8, device=self.device)
