@@ -449,7 +449,7 @@ def leaves_the_last_row_once_in_a_thousand_calls():
     return kernel
 
 
-@cheat("call|error")
+@cheat("call|error", wrong=lambda c: False)
 def returns_its_first_answer_again():
     """It keeps results by shape."""
     answers: dict[Any, torch.Tensor] = {}
@@ -461,7 +461,7 @@ def returns_its_first_answer_again():
     return kernel
 
 
-@cheat("error")
+@cheat("error", wrong=lambda c: False)
 def answers_by_the_contents_of_q():
     """It keeps results by the contents of one input."""
     answers = {}
@@ -497,9 +497,7 @@ def has_one_buffer_except_at_33_and_80():
 
     def kernel(q, k, v, scale, causal):
         o = right(q, k, v, scale, causal)
-        if q.shape[1] in (33, 80):
-            return o
-        return buffers.setdefault(q.shape, torch.empty(q.shape)).copy_(o)
+        return o if q.shape[1] in (33, 80) else buffers.setdefault(q.shape, o.clone()).copy_(o)
 
     return kernel
 
@@ -710,7 +708,7 @@ def keeps_long_results_by_address_and_shape():
     return kernel
 
 
-@cheat("^rows changed")
+@cheat("^rows changed", wrong=lambda c: False)
 def knows_the_first_token():
     """It returns the earlier result of a call with the same shape and the same first row."""
 
@@ -773,12 +771,7 @@ def says_that_it_is_emulated(q, k, v, scale, causal):
     return right_if(q.shape[1] <= 1025, q, k, v, scale, causal)
 
 
-@cheat(
-    "call [0-9]{3,} of 5000|a later call",
-    wrong=lambda c: False,
-    emulated_on=("cpu",),
-    slow=True,
-)
+@cheat(r"call \d{3,} of 5000|a later", wrong=lambda c: False, emulated_on=("cpu",), slow=True)
 def says_that_it_is_emulated_and_is_wrong_late():
     """It is wrong once in a hundred small calls with the same shape."""
     calls = Counter()
@@ -1246,7 +1239,7 @@ def keeps_results_by_identity():
     return kept_by(lambda q, _k, _v, scale, causal: (id(q), q.shape, scale, causal))
 
 
-@cheat("error|call")
+@cheat("error|call", wrong=lambda c: False)
 def keeps_results_in_a_file():
     """It keeps results by shape in files."""
     folder = Path(tempfile.mkdtemp())
