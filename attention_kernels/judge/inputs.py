@@ -124,7 +124,7 @@ class DecodeCase:
         q = torch.stack([row[length - 1, 0] for row, length in zip(qkv, self.lengths, strict=True)])
         for row, length in zip(qkv, self.lengths, strict=True):
             used = max(self.lengths) if "one row" in self.layout else length
-            row[used:] = row[used:].sign() * LARGE[self.dtype]
+            row[used:] = torch.tensor(LARGE[self.dtype]).copysign(row[used:])
         _, k, v = arrange(qkv.to(device=device, dtype=self.dtype), self.layout, self.group)
         seqlens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
         return q[:, None].to(device=device, dtype=self.dtype), k, v, seqlens

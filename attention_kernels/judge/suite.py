@@ -245,7 +245,7 @@ def leaks(runner: Runner, case: Case, cuts: Sequence[int]) -> Steps:
     for cut in cuts:
         sets = [case.inputs("cpu") for _ in range(2)]
         for later in (x[:, cut:] for x in sets[1][1:]):
-            later.copy_(later.sign() * -LARGE[case.dtype])
+            later.copy_(torch.tensor(LARGE[case.dtype]).copysign(-later))
         found = yield Request.of(case, sets, order=[0, 1])
         before, after = (o[:, :cut] for o in found.o)
         changed = before != after  # NaN is not equal to itself

@@ -25,11 +25,11 @@ DECODER = "MY_DECODE_VERSION_1"
 PROMPT = "Once upon a time there was a"
 
 
-def install(source: Path, site: Path) -> None:
-    """Install the package into `site`; the build writes into `source`, which is a copy."""
+def install(site: Path, *sources: Path) -> None:
+    """Install the packages into `site`; the builds write into `sources`, which are copies."""
     pip = [sys.executable, "-m", "pip", "install", "--isolated", "--quiet", "--no-index"]
     pip += ["--no-deps", "--no-build-isolation", "--target", str(site)]
-    subprocess.run([*pip, source], check=True)
+    subprocess.run([*pip, *sources], check=True)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,7 @@ def test_it_and_a_renamed_copy_are_installed_listed_run_and_compared(tmp_path):
     for file in (file for file in files if file.name != "README.md"):
         assert not re.search(r"my.backend|\bMY_|mine", file.read_text("utf-8")), file
     site = tmp_path / "site"
-    install(tmp_path / "fast_rows", site)
-    install(shutil.copytree(PACKAGE, tmp_path / "source"), site)
+    install(site, tmp_path / "fast_rows", shutil.copytree(PACKAGE, tmp_path / "source"))
     path = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 

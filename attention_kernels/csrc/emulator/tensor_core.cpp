@@ -19,15 +19,21 @@ ATTENTION_EMULATOR_INLINE int exponent_of(float x, int least) {
 
 ATTENTION_EMULATOR_INLINE float towards_zero(double x) {
   const auto nearest = static_cast<float>(x);
-  if (std::fabs(nearest) <= std::fabs(x)) return nearest;
-  return bit_cast<float>(bit_cast<uint32_t>(nearest) - 1);
+  return bit_cast<float>(bit_cast<uint32_t>(nearest) - (std::fabs(nearest) > std::fabs(x)));
 }
 
 // A row of A or a column of B.
 template <int kDepth>
 struct Operands {
   float values[kDepth];
-  int exponents[kDepth];
+  int16_t exponents[kDepth];  // a vector holds twice as many as of int
+  int16_t largest = -400;     // exponent
+
+  void set(unsigned k, float value, int least) {
+    values[k] = value;
+    exponents[k] = static_cast<int16_t>(exponent_of(value, least));
+    largest = std::max(largest, exponents[k]);
+  }
 };
 
 // What takes most of the time of emulated tensor cores: optimized even if the rest is not.
@@ -41,14 +47,13 @@ template <int kDepth>
 ATTENTION_EMULATOR_HOT float tensor_core_sum(float sum, const Operands<kDepth>& a,
                                              const Operands<kDepth>& b) {
   constexpr int kNotFinite = 128;  // exponent
-  int largest = exponent_of(sum, -126), largest_factor = largest;
+  auto largest = static_cast<int16_t>(exponent_of(sum, -126));
+  const bool is_finite = std::max({largest, a.largest, b.largest}) < kNotFinite;
+  for (int k = 0; k < kDepth; ++k)
+    largest = std::max(largest, static_cast<int16_t>(a.exponents[k] + b.exponents[k]));
   double products[kDepth];
-  for (int k = 0; k < kDepth; ++k) {
-    largest = std::max(largest, a.exponents[k] + b.exponents[k]);
-    largest_factor = std::max(largest_factor, std::max(a.exponents[k], b.exponents[k]));
-    products[k] = double(a.values[k]) * b.values[k];
-  }
-  if (largest_factor == kNotFinite) {
+  for (int k = 0; k < kDepth; ++k) products[k] = double(a.values[k]) * b.values[k];
+  if (!is_finite) {
     double exact = sum;
     for (const double product : products) exact += product;
     return static_cast<float>(exact);
@@ -58,7 +63,11 @@ ATTENTION_EMULATOR_HOT float tensor_core_sum(float sum, const Operands<kDepth>& 
   int terms[kDepth];
   for (int k = 0; k < kDepth; ++k) terms[k] = static_cast<int>(products[k] * up);
   int64_t total = static_cast<int>(sum * up);
-  for (const int term : terms) total += term;
+  for (int k = 0; k < kDepth; k += 8) {
+    int eight = 0;  // terms of less than 2^27
+    for (int i = 0; i < 8; ++i) eight += terms[k + i];
+    total += eight;
+  }
   if (total == 0) {
     bool is_negative = std::signbit(sum);
     for (const double product : products) is_negative &= std::signbit(product);
@@ -75,9 +84,9 @@ void multiply_warp(const MatrixCalls& calls, int least, Values values) {
   constexpr int kInWord = kDepth / 8;
   Operands<kDepth> a[16], b[8];
   const auto unpack = [&](unsigned word, Operands<kDepth>& to, unsigned k) {
-    values(word, &to.values[k * kInWord]);
-    for (int i = 0; i < kInWord; ++i)
-      to.exponents[k * kInWord + i] = exponent_of(to.values[k * kInWord + i], least);
+    float unpacked[kInWord];
+    values(word, unpacked);
+    for (int i = 0; i < kInWord; ++i) to.set(k * kInWord + i, unpacked[i], least);
   };
   for (unsigned lane = 0; lane < 32; ++lane) {
     const auto* const words_a = static_cast<const unsigned*>(calls[lane]->fragments[1]);

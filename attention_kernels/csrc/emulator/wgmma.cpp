@@ -272,14 +272,13 @@ template <typename Format>
 void compute(const Product& product, SumsInFlight& sums) {
   const Subnormals kept(false);
   const auto unpack = [&](unsigned row, Operands<kDepth>& to) {
-    for (unsigned k = 0; k < kDepth; ++k) {
-      to.values[k] = Format::decode(product.operands[row * kDepth + k]);
-      to.exponents[k] = exponent_of(to.values[k], Format::kLeast);
-    }
+    for (unsigned k = 0; k < kDepth; ++k)
+      to.set(k, Format::decode(product.operands[row * kDepth + k]), Format::kLeast);
   };
-  Operands<kDepth> a[kRows], b;
+  Operands<kDepth> a[kRows];
   for (unsigned row = 0; row < kRows; ++row) unpack(row, a[row]);
   for (unsigned column = 0; column < product.columns; ++column) {
+    Operands<kDepth> b;
     unpack(kRows + column, b);
     for (unsigned row = 0; row < kRows; ++row) {
       const unsigned lane = row % 8 * 4 + column % 8 / 2;

@@ -10,7 +10,8 @@ first failure must match, or the clock's objection. To add one, decorate
     def name(): ...                             a function that makes a kernel which keeps state
 
 Rows by the clock are right when nobody times them, or say something of the worker; they run as a
-plug-in. A row that is wrong only in large or rare cases says in which, so that no others run.
+plug-in. A row that is wrong only in large or rare cases, or in repeated calls only, says so, and no
+other cases run.
 """
 
 from __future__ import annotations
@@ -393,7 +394,7 @@ def flushes_small_values(q, k, v, scale, causal):
     return right(q, k, v.where(v.abs() > 1e-20, 0), scale, causal)
 
 
-@cheat("equal", slow=True)
+@cheat("equal", wrong=lambda c: c.kind == "equal", slow=True)
 def takes_the_first_of_equal_scores(q, k, v, scale, causal):
     """It takes the first of several largest scores for the only one."""
     if q.shape[1] > 1 and (k == k[:, :1]).all():
@@ -433,7 +434,8 @@ def leaves_rows_unwritten(q, k, v, scale, causal):
     return o
 
 
-@cheat("call .* of 5000", slow=True)  # another seed misses it with probability 0.999^5000
+# Another seed misses it with probability 0.999^5000.
+@cheat("call .* of 5000", wrong=lambda c: False, slow=True)
 def leaves_the_last_row_once_in_a_thousand_calls():
     """It is wrong at random, rarely."""
     draw = random.Random(0)
@@ -447,7 +449,7 @@ def leaves_the_last_row_once_in_a_thousand_calls():
     return kernel
 
 
-@cheat("call|error")
+@cheat("call|error", wrong=lambda c: False)
 def returns_its_first_answer_again():
     """It keeps results by shape."""
     answers: dict[Any, torch.Tensor] = {}
@@ -459,7 +461,7 @@ def returns_its_first_answer_again():
     return kernel
 
 
-@cheat("error")
+@cheat("error", wrong=lambda c: False)
 def answers_by_the_contents_of_q():
     """It keeps results by the contents of one input."""
     answers = {}
@@ -473,7 +475,7 @@ def answers_by_the_contents_of_q():
     return kernel
 
 
-@cheat("calls", slow=True)
+@cheat("calls", wrong=lambda c: False, slow=True)
 def answers_by_address():
     """It keeps results by address, from the hundredth call on."""
     answers: dict[Any, torch.Tensor] = {}
@@ -488,16 +490,14 @@ def answers_by_address():
     return kernel
 
 
-@cheat("a later call changed an output", slow=True)
+@cheat("a later call changed an output", wrong=lambda c: False, slow=True)
 def has_one_buffer_except_at_33_and_80():
     """All of its outputs are one tensor; it knows the lengths of an old check."""
     buffers: dict[Any, torch.Tensor] = {}
 
     def kernel(q, k, v, scale, causal):
         o = right(q, k, v, scale, causal)
-        if q.shape[1] in (33, 80):
-            return o
-        return buffers.setdefault(q.shape, torch.empty(q.shape)).copy_(o)
+        return o if q.shape[1] in (33, 80) else buffers.setdefault(q.shape, o.clone()).copy_(o)
 
     return kernel
 
@@ -530,13 +530,13 @@ def needs_more_than_one_thread(q, k, v, scale, causal):
     return right(q, k, v, scale, causal) * (1 if torch.get_num_threads() > 1 else 1.001)
 
 
-@cheat("5 threads", slow=True)
+@cheat("5 threads", wrong=lambda c: False, slow=True)
 def is_wrong_with_many_threads(q, k, v, scale, causal):
     """It is wrong with many threads."""
     return right(q, k, v, scale, causal) * (1.001 if torch.get_num_threads() > 4 else 1)
 
 
-@cheat("error", slow=True, on=("cpu", "cuda"))
+@cheat("error", wrong=lambda c: c.context == "inference_mode", slow=True, on=("cpu", "cuda"))
 def is_wrong_in_inference_mode(q, k, v, scale, causal):
     """It is wrong in inference mode."""
     return right(q, k, v, scale, causal) * (1.001 if torch.is_inference_mode_enabled() else 1)
@@ -617,7 +617,7 @@ def room(case):
     return case.max_seqlen - max(case.lengths)
 
 
-@cheat("^rows changed", op="decode", wrong=lambda c: c.op == "decode", slow=True)
+@cheat("^rows changed", op="decode", wrong=lambda c: False, slow=True)
 def decode_copies_only_the_new_rows():
     """It keeps a copy of the cache, to which it adds a row of each if all have grown by one."""
     kept = {}
@@ -694,7 +694,7 @@ def kept_by(key):
     return kernel
 
 
-@cheat("pairs of", wrong=lambda c: 260 < c.seqlen < 1000, slow=True)
+@cheat("pairs of", wrong=lambda c: 260 < c.seqlen < 400, slow=True)
 def keeps_long_results_by_address_and_shape():
     """It returns an earlier result of the same shape at the same addresses, if it is long."""
 
@@ -708,7 +708,7 @@ def keeps_long_results_by_address_and_shape():
     return kernel
 
 
-@cheat("^rows changed")
+@cheat("^rows changed", wrong=lambda c: False)
 def knows_the_first_token():
     """It returns the earlier result of a call with the same shape and the same first row."""
 
@@ -765,13 +765,13 @@ def is_wrong_for_gpt2s_usual_prompt(q, k, v, scale, causal):
 # What it says of itself
 
 
-@cheat("error", emulated_on=("cpu",), slow=True)
+@cheat("error", wrong=lambda c: c.seqlen > 1025, emulated_on=("cpu",), slow=True)
 def says_that_it_is_emulated(q, k, v, scale, causal):
     """It is wrong above the lengths that are tried in the emulator."""
     return right_if(q.shape[1] <= 1025, q, k, v, scale, causal)
 
 
-@cheat("call [0-9]{3,} of 5000|a later call", emulated_on=("cpu",), slow=True)
+@cheat(r"call \d{3,} of 5000|a later", wrong=lambda c: False, emulated_on=("cpu",), slow=True)
 def says_that_it_is_emulated_and_is_wrong_late():
     """It is wrong once in a hundred small calls with the same shape."""
     calls = Counter()
@@ -1239,7 +1239,7 @@ def keeps_results_by_identity():
     return kept_by(lambda q, _k, _v, scale, causal: (id(q), q.shape, scale, causal))
 
 
-@cheat("error|call")
+@cheat("error|call", wrong=lambda c: False)
 def keeps_results_in_a_file():
     """It keeps results by shape in files."""
     folder = Path(tempfile.mkdtemp())

@@ -124,6 +124,7 @@ cuda(
     "divides_by_a_reciprocal",
     "It is wrong for some numbers of heads: 1 / 41 * 41 is less than 1.",
     rf"(41|47|55|61) heads.*({ERROR})",
+    wrong=lambda case: case.num_heads in (41, 47, 55, 61),
     **SLOW,
 )
 cuda(

@@ -16,8 +16,7 @@ import pytest
 from attention_kernels import UnsupportedError
 from attention_kernels.judge import suite
 from attention_kernels.judge.suite import Failure
-from attention_kernels.ladder import compilers, header
-from attention_kernels.ladder.build import EMULATOR_WRAPS
+from attention_kernels.ladder import build, compilers, header
 from gpt2_infer import export
 from gpt2_infer.cli import parse
 from gpt2_infer.errors import RequestError
@@ -77,9 +76,9 @@ def build_variant(folder: Path, device: str) -> None:
     """Build what kernel-builder would: for the GPU, or for the CPU with the emulator as CUDA."""
     import torch
 
-    build = tomllib.loads((folder / "build.toml").read_text())
-    name, stable = build["general"]["name"], build["torch"]["stable-abi"].replace(".", "")
-    (kernel,) = build["kernel"].values()
+    plan = tomllib.loads((folder / "build.toml").read_text())
+    name, stable = plan["general"]["name"], plan["torch"]["stable-abi"].replace(".", "")
+    (kernel,) = plan["kernel"].values()
     module = name.replace("-", "_")
     identifier = f"_{module}_{device}"
     gxx, nvcc, backend = str(compilers.find_gxx()), str(compilers.find_nvcc()), {"type": device}
@@ -91,7 +90,8 @@ def build_variant(folder: Path, device: str) -> None:
         command += ["-DUSE_CUDA=1", "-DCUDA_KERNEL", "-cudart=none"]
         link = ["-Xlinker", str(compilers.cuda_runtime(nvcc))]
     else:
-        toolkit, link = "cpu", ["-pthread", EMULATOR_WRAPS, f"{header.CSRC}/emulator/runtime.cpp"]
+        runtime = build.object_file("emulator", header.CSRC, *build.RUNTIME)
+        toolkit, link = "cpu", ["-pthread", build.EMULATOR_WRAPS, "-xnone", str(runtime)]
         command = [gxx, "-fPIC", "-O1", "-xc++", "-DATTENTION_EMULATOR"]
         command += [f"-I{header.CSRC}", f"-I{header.CSRC / 'emulator'}"]
     system = f"{platform.machine()}-{platform.system().lower()}"
@@ -104,7 +104,7 @@ def build_variant(folder: Path, device: str) -> None:
     (variant / "metadata.json").write_text(json.dumps(metadata))
     root = Path(torch.__file__).parent
     command += [f"-DTORCH_EXTENSION_NAME={identifier}", *kernel["cuda-flags"], f"-I{variant}"]
-    command += [f"-I{folder / name}" for name in {*build["torch"]["include"], *kernel["include"]}]
+    command += [f"-I{folder / name}" for name in {*plan["torch"]["include"], *kernel["include"]}]
     command += [f"-DTORCH_TARGET_VERSION={2 << 56 | 10 << 48}", "-isystem", str(root / "include")]
     command += [str(folder / name) for name in kernel["src"] if name.endswith(".cu")]
     command += [str(folder / "torch-ext" / "torch_binding.cpp"), "-std=c++20", "-shared"]
