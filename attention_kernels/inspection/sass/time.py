@@ -25,8 +25,7 @@ from attention_kernels.inspection.sass.execute.state import STORES, Event
 from attention_kernels.inspection.sass.execute.work import Issued, Line, Work, pipe_of
 from attention_kernels.inspection.sass.gpus import SCHEDULERS, SECTOR, GpuModel
 
-# Latencies in cycles, as scripts/probe.cu measured them on an H200; that of constants is an
-# estimate.
+# Latencies in cycles, as scripts/probe.cu measured them on an H200.
 _SHUFFLE = 24
 # Latency of each pipe until the result is ready, and until the operands have been read.
 _LATENCIES = {"special": (17, 8), "constant": (30, 10), "tensor": (24, 10)}
@@ -56,18 +55,25 @@ _BESIDE = {"fma": 2.0, "multiply": 2.0, "integer": 2.0, "special": 1.3}
 # The cycles by which the results of such instructions are late; the cycles by which each of those
 # named here delays products if its pipe has no gap.
 _LATER, _DELAY, _DELAYING = 3, 0.2, ("FFMA", "FMUL", "FADD")
-# Cycles per wavefront of a load beside products: if these load operands half of the time, as with A
-# from registers; and how many more if they load all the time. A shuffle takes twice as long.
-_WAVEFRONT = (1.6, 1.7)
+# Cycles of a request beside products, and of each of its wavefronts: if products load operands half
+# of the time, as with A from registers, and how many more if they load all the time; and those of
+# each register that it writes, or stores. Loads from global memory take the same way.
+_ASKED, _WAVEFRONT, _WRITTEN, _STORED = (0.2, 2.2), (1.2, 1.4), 1.7, 0.7
 # Warps that ask for shared memory wait while this many wavefronts are outstanding, and those that
 # ask for global memory while the load-store unit has this many such requests: so the probe says.
 _QUEUE, _REQUESTS = 160, 64
 # If all multiprocessors ask memory at once: the share of its bandwidth that loads get, that copies
 # to shared memory get, and the cycles until the latter begin to arrive. So the probe says.
 _LOADS, _COPIES, _COPIED = 0.7, 1.11, 850
+# Cycles by which a request for several lines is answered later than one for a single line, if all
+# multiprocessors ask: it waits for the farthest line.
+_FARTHEST = 84
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
+# A warp that issued last goes on only if that was less than this many cycles ago: one that waits
+# for special functions has no claim to the next.
+_GREEDY = 5
 _LOAD_STORE = ("shared", "global", "shuffle")
 _SLOW = ("special", "constant")  # queued with the requests to memory
 _MAX_TIMED = 100_000  # instructions timed; the rest are assumed to run at the same pace
@@ -217,9 +223,9 @@ class _Warp:
 class Multiprocessor:
     """One multiprocessor of a GPU that executes blocks of a kernel.
 
-    Each scheduler issues one instruction a cycle: from the same warp as before if that is ready,
-    otherwise, among the oldest block's, from the one that has been ready for longest. Schedulers
-    take turns at what they share.
+    Each scheduler issues one instruction a cycle: from the same warp as before if that is ready
+    soon, otherwise, among the oldest block's, from the one that has been ready for longest.
+    Schedulers take turns at what they share.
     """
 
     def __init__(
@@ -275,10 +281,9 @@ class Multiprocessor:
 
     def _start(self, works: Sequence[Work], most: float) -> None:
         # When the load-store unit, L2, the tensor cores and all units have served all requests so
-        # far; the cycles per wavefront beside the latest product; and when the load-store unit has
-        # served each of the latest requests to global memory.
+        # far; and when the load-store unit has served each of the latest ones to global memory.
         self.asked = deque([0.0] * _REQUESTS, _REQUESTS)
-        self.shared = self.l2 = self.products = self.end = self.wavefront = 0.0
+        self.shared = self.l2 = self.products = self.end = 0.0
         starts = [[0] * len(work.warps) for work in works]
         if works[0].parts and most < sum(work.counts["issue"] for work in works):
             # Each block starts at another point.
@@ -314,7 +319,7 @@ class Multiprocessor:
         ready, pending = scheduler.ready, scheduler.pending
         while pending and pending[0][0] <= now:
             ready.append(heapq.heappop(pending)[1])
-        own, last = self.warps, scheduler.last
+        own, last = self.warps, scheduler.last if now - scheduler.issued < _GREEDY else -1
         ready.sort(key=lambda n: (n != last, own[n].block.number, own[n].ready, -n))
         first, selected, soonest = ready[0], None, math.inf
         for number in ready:
@@ -411,7 +416,8 @@ class Multiprocessor:
         """Return when a warpgroup's product has ended, given when its last warp has issued it."""
         flop, operands = one.product
         cycles = max(flop / self.gpu.warpgroup_flop, operands)
-        self.wavefront = _WAVEFRONT[0] + (2 * operands / cycles - 1) * _WAVEFRONT[1]
+        share = 2 * operands / cycles - 1
+        self.beside = [half + share * more for half, more in (_ASKED, _WAVEFRONT)]
         self.products = max(self.products, issued + _START) + cycles
         return self.products + _PRODUCT
 
@@ -441,8 +447,11 @@ class Multiprocessor:
             return now + operands, now, now + result
         cost = max(1, wavefronts, lines)
         begin = max(self.shared, now + 2)
-        beside = self.wavefront if pipe in _PORT and now < self.products else 1.0
-        self.shared = begin + cost * beside * (2 if pipe == "shuffle" and beside > 1 else 1)
+        self.shared = begin + cost
+        if now < self.products:
+            one = self.code[warp.index]
+            registers = one.size // 4 * (_STORED if one.base in ("STS", *STORES) else _WRITTEN)
+            self.shared = begin + self.beside[0] + cost * self.beside[1] + registers
         if pipe in _PORT:
             begin = max(begin, scheduler.port)
             scheduler.port = begin + _PORT[pipe] * cost
@@ -463,7 +472,8 @@ class Multiprocessor:
         latency, rate = self.inputs[pipe]
         cycles = (misses - inputs) / self.l2_rate + inputs / rate
         self.l2 = max(self.l2, now) + cycles * SECTOR
-        return self.l2 + (latency if inputs else self.gpu.l2_latency)
+        later = _FARTHEST if pipe == "global" and misses > 4 else 0
+        return self.l2 + (latency if inputs else self.gpu.l2_latency) + later
 
     def _wake(self, warp: _Warp, when: float) -> None:
         """Let a warp go on at a time, once its code and the results that it needs are there."""
@@ -517,7 +527,8 @@ class Multiprocessor:
         if not longer:
             return first / sum(few), 0.0
         cycles, issued = self.run([_longest(longer, _MAX_TIMED)])
-        per = (cycles - first) / (sum(issued) - sum(few))
+        # Not more per instruction than the longer one takes altogether.
+        per = min(cycles / sum(issued), (cycles - first) / (sum(issued) - sum(few)))
         return per, max(0.0, first - per * sum(few))
 
     def start(self, works: Sequence[Work], count: int, released: float) -> float:
@@ -526,23 +537,27 @@ class Multiprocessor:
         They start `released` cycles before 0, until when they may have to wait for the previous
         launch; then they end as if they had started later, or earlier, with all code in the cache.
         """
-        # Of the shortest one, only the beginning, where it waits.
-        begin = [dataclasses.replace(_by_length(works)[0], parts=[])] * count
+        # Only the beginning, where it waits. All warps of the shortest one may have nothing to wait
+        # for if it starts early.
+        begin = [dataclasses.replace(_by_length(works)[: 1 + (released > 0)][-1], parts=[])] * count
         cycles, _ = self.run(begin, _MAX_TIMED)
         self.released, self.is_first = released, True
         first, _ = self.run(begin, _MAX_TIMED)
         self.released, self.is_first = 0.0, False
         return max(0.0, first - cycles) - released
 
-    def together(self, works: Sequence[Work], count: int) -> list[float]:
-        """Return cycles per instruction of `count` blocks that run at once, the oldest first."""
+    def together(self, works: Sequence[Work], count: int) -> float:
+        """Return the cycles per instruction of each of `count` blocks that run at once.
+
+        The oldest is ahead in the simulation, but stamps say that on a GPU all take as long.
+        """
         short, *longer = _by_length(works)
         work, most = short, min(_MAX_TIMED, short.counts["issue"] * count)
         if longer:  # time half of the blocks' instructions
             work = _longest(longer, 2 * _MAX_TIMED // count)
             most = work.counts["issue"] * count // 2
         cycles, issued = self.run([work] * count, most)
-        return [cycles / one for one in issued]
+        return cycles * count / sum(issued)
 
     def observe(self, works: Sequence[Work], count: int, mean: float, stalls: StallCycles) -> None:
         """Record the stalls of `count` blocks of about `mean` instructions that run at once.
@@ -572,9 +587,9 @@ def _of_next_block(one: Issued) -> Issued:
 
 
 def _by_length(works: Sequence[Work]) -> list[Work]:
-    """Return the shortest work, then those over 1.5 times as long, in order of length."""
+    """Return the shortest work, then those over 1.2 times as long, in order of length."""
     short, *longer = sorted(works, key=lambda work: work.counts["issue"])
-    return [short, *(work for work in longer if work.counts["issue"] > 1.5 * short.counts["issue"])]
+    return [short, *(work for work in longer if work.counts["issue"] > 1.2 * short.counts["issue"])]
 
 
 def _longest(works: Sequence[Work], most: int) -> Work:
@@ -605,13 +620,13 @@ def time_grid(
         return 0.0, 0.0, 0.0
     fits, one, full = multiprocessors(gpu, code, line, room, from_memory)
     alone, extra = one.alone(line.works)
-    paces = full.together(line.works, fits) if fits > 1 else [alone]
+    pace = full.together(line.works, fits) if fits > 1 else alone
     if stalls is not None:
         full.observe(line.works, fits, line.totals()["issue"] / line.busy, stalls)
     # Each different start is simulated once.
     early = Counter([*released, *[0.0] * (gpu.multiprocessors - len(released))])
     starts = [x for by, n in early.items() for x in [full.start(line.works, fits, by)] * n]
-    end, equal = finish(line, gpu, alone, paces, extra, *starts)
+    end, equal = finish(line, gpu, alone, pace, fits, extra, *starts)
     end = equal + (end - equal) / max(1, line.taken - 1)  # a block that is late takes fewer parts
     return end, equal, alone * min(work.counts["issue"] for work in line.works)
 
@@ -647,14 +662,14 @@ def multiprocessors(
 
 
 def finish(
-    line: Line, gpu: GpuModel, alone: float, paces: Sequence[float], extra: float, *starts: float
+    line: Line, gpu: GpuModel, alone: float, pace: float, room: int, extra: float, *starts: float
 ) -> tuple[float, float]:
     """Return the cycles until the last multiprocessor finishes, and with the work shared equally.
 
-    alone: cycles per instruction of a block that has a multiprocessor to itself. paces: those of
-    each block, the oldest first, on a full multiprocessor. extra: additional cycles per block.
-    starts: when the first block of each multiprocessor starts, if not at 0. Blocks start in order,
-    each on the first multiprocessor with room.
+    alone: cycles per instruction of a block that has a multiprocessor to itself. pace: those of
+    each of `room` blocks, which fill one. extra: additional cycles per block. starts: when the
+    first block of each multiprocessor starts, if not at 0. Blocks start in order, each on the first
+    multiprocessor with room.
     """
     waiting = [
         line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
@@ -663,33 +678,26 @@ def finish(
         for _ in range(line.alike)
     ]
     total = sum(waiting)
-    some = [
-        [alone + (pace - alone) * (count - 1) / max(1, len(paces) - 1) for pace in paces[:count]]
-        for count in range(len(paces) + 1)
-    ]
+    paces = [alone + (pace - alone) * (n - 1) / max(1, room - 1) for n in range(room + 1)]
     places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]
-    for place in places * len(paces):
+    for place in places * room:
         if waiting:
             place.append(waiting.pop())
 
-    def event(number: int, now: float) -> tuple[float, int, int, float, int]:
-        """Return when a multiprocessor's next block ends, and which; those that tie take turns."""
+    def event(number: int, now: float) -> tuple[float, int, int, float]:
+        """Return when a multiprocessor's next block ends; those that tie take turns."""
         place = places[number]
-        ends = [w * pace for w, pace in zip(place, some[len(place)], strict=True)]
-        first = min(range(len(place)), key=ends.__getitem__)
-        return round(now + ends[first], 3), -len(waiting), number, now, first
+        return round(now + min(place) * paces[len(place)], 3), -len(waiting), number, now
 
     events = [event(n, starts[n] if starts else 0.0) for n, place in enumerate(places) if place]
     heapq.heapify(events)
     end = 0.0
     while events:
-        end, _, number, since, first = heapq.heappop(events)
+        end, _, number, since = heapq.heappop(events)
         place = places[number]
-        for i, pace in enumerate(some[len(place)]):
-            place[i] -= (end - since) / pace
-        del place[first]
-        if waiting:
-            place.append(waiting.pop())
+        place.remove(min(place))
+        done = (end - since) / paces[len(place) + 1]
+        place[:] = [work - done for work in place] + [waiting.pop() for _ in waiting[:1]]
         if place:
             heapq.heappush(events, event(number, end))
-    return end, total / sum(1 / pace for pace in paces) / gpu.multiprocessors
+    return end, total * pace / room / gpu.multiprocessors

@@ -41,14 +41,14 @@ def launch_of(grid):
 def test_a_last_wave_takes_as_long_as_the_others(blocks, waves):
     counts = Counter(issue=40)
     line = Line(1, {0: counts}, [Work([], [], counts)], alike=blocks)
-    end, equal = finish(line, H200, 2.0, [2.0], 0.0)
+    end, equal = finish(line, H200, 2.0, 2.0, 1, 0.0)
     assert end == pytest.approx(waves * 40 * 2.0)
     assert equal == pytest.approx(blocks / 132 * 40 * 2.0)
 
 
 def test_multiprocessors_that_get_room_together_take_turns():
     line = Line(1, {0: Counter(issue=40)}, [], alike=5 * 132)
-    end, _ = finish(line, H200, 1.0, [2.0] * 4, 0.0)
+    end, _ = finish(line, H200, 1.0, 2.0, 4, 0.0)
     assert end == pytest.approx(40 * 2.0 + 40)  # then each has one block more
 
 

@@ -64,27 +64,28 @@ def by_reason(found):
 def test_arithmetic_takes_the_cycles_that_its_lanes_and_registers_need(registers, lanes, cycles):
     code = [Instruction("FFMA", ("R0", "R1", "R2", "R3"), registers=registers)]
     gpu = dataclasses.replace(H200, fp32_lanes=lanes)
-    found = cycles_of(code, *[in_order(code) * 1000] * 8, gpu=gpu)
-    assert found == pytest.approx(cycles, rel=0.01)
+    assert cycles_of(code, *[in_order(code) * 1000] * 8, gpu=gpu) == pytest.approx(cycles, rel=0.01)
 
 
 @pytest.mark.parametrize(("warps", "each"), [(1, 8.2), (4, 16.3), (16, 64.4)])
 def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, each):
     """The probe's loads with a 4-way conflict; it has 8.2 cycles per load and warp alone."""
     code = [Instruction("LDS", ("R0", "[R1]"))]
-    found = cycles_of(code, *[in_order(code, wavefronts=4) * 500] * warps)
-    assert found / 500 == pytest.approx(each, rel=0.03)
+    assert cycles_of(code, *[in_order(code, 4) * 500] * warps) == pytest.approx(500 * each, rel=0.03)
 
 
 @pytest.mark.parametrize(
-    ("name", "each"),
-    [("FMUL", 2.0), ("FMNMX", 3.9), ("MUFU.EX2", 10.6), ("SHFL", 6.6), ("LDS", 3.3)],
+    ("name", "wavefronts", "each"),
+    [
+        *[("FMUL", 1, 2.0), ("FMNMX", 1, 3.9), ("MUFU.EX2", 1, 10.6), ("SHFL", 1, 6.6)],
+        *[("LDS", 1, 6.6), ("LDS", 4, 13.3), ("LDS.64", 2, 10.7), ("STS", 1, 5.7)],
+    ],
 )
-def test_an_instruction_beside_products_takes_longer(name, each):
-    """The probe's cycles, of a shuffle those of each of four warps that take turns."""
+def test_an_instruction_beside_products_takes_longer(name, wavefronts, each):
+    """The probe's cycles, of a request those of each of four warps that take turns."""
     code = [Instruction("HGMMA.64x64x16.F32", ("R8", "gdesc[UR8]")), Instruction(name, ("R0",))]
     products = [(0, (0, 0, 0, 0), ("product", at), None) for at in range(500)]
-    cycles, found = watched(code, [in_order(code, wavefronts=1)[1:] * 1000, *[products] * 4])
+    cycles, found = watched(code, [in_order(code, wavefronts)[1:] * 1000, *[products] * 4])
     assert cycles - found[Stall(1, time.EXITED, 1)] == pytest.approx(1000 * each, rel=0.1)
 
 
@@ -118,9 +119,8 @@ def test_many_requests_to_global_memory_can_wait():
 def test_a_loop_of_more_than_32_kb_waits_for_its_instructions(size, each):
     """The study `probe` measured 1.04 cycles per instruction within 32 KB, 1.14 and 2.22 beyond."""
     code = [Instruction("FFMA", ("R0", "R1", "R2", "R3"))] * size
-    once = in_order(code)
-    found = cycles_of(code, once * 4) - cycles_of(code, once * 2)
-    assert found / (2 * size) == pytest.approx(each, rel=0.02)
+    two, four = (cycles_of(code, in_order(code) * loops) for loops in (2, 4))
+    assert (four - two) / (2 * size) == pytest.approx(each, rel=0.02)
 
 
 def test_every_cycle_of_every_warp_is_accounted_for():
