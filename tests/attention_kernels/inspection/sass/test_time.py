@@ -67,11 +67,11 @@ def test_arithmetic_takes_the_cycles_that_its_lanes_and_registers_need(registers
     assert cycles_of(code, *[in_order(code) * 1000] * 8, gpu=gpu) == pytest.approx(cycles, rel=0.01)
 
 
-@pytest.mark.parametrize(("warps", "each"), [(1, 8.2), (4, 16.3), (16, 64.4)])
-def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, each):
+@pytest.mark.parametrize(("warps", "per"), [(1, 8.2), (4, 16.3), (16, 64.4)])
+def test_a_warp_alone_takes_two_cycles_per_wavefront(warps, per):
     """The probe's loads with a 4-way conflict; it has 8.2 cycles per load and warp alone."""
     code = [Instruction("LDS", ("R0", "[R1]"))]
-    assert cycles_of(code, *[in_order(code, 4) * 500] * warps) == pytest.approx(500 * each, rel=0.03)
+    assert cycles_of(code, *[in_order(code, 4) * 500] * warps) == pytest.approx(500 * per, rel=0.03)
 
 
 @pytest.mark.parametrize(
