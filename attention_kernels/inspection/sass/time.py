@@ -537,8 +537,8 @@ class Multiprocessor:
         They start `released` cycles before 0, until when they may have to wait for the previous
         launch; then they end as if they had started later, or earlier, with all code in the cache.
         """
-        # Only the beginning, where it waits. All warps of the shortest one may have nothing to wait
-        # for if it starts early.
+        # Only the beginning, where it waits. In an early launch's shortest block, another wait may
+        # take longer.
         begin = [dataclasses.replace(_by_length(works)[: 1 + (released > 0)][-1], parts=[])] * count
         cycles, _ = self.run(begin, _MAX_TIMED)
         self.released, self.is_first = released, True
