@@ -71,8 +71,8 @@ _FARTHEST = 84
 # Cycles in which an instruction reads its registers: in each, one from each of two banks
 # (Huerta et al., arXiv:2503.20481).
 _WINDOW = 3
-# A warp that issued last goes on only if that was less than this many cycles ago: one that waits
-# for special functions has no claim to the next.
+# Cycles for which the warp that issued last comes before the others: less than a special function
+# takes, or one warp would have them all.
 _GREEDY = 5
 _LOAD_STORE = ("shared", "global", "shuffle")
 _SLOW = ("special", "constant")  # queued with the requests to memory
