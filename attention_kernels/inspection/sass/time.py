@@ -58,7 +58,7 @@ _LATER, _DELAY, _DELAYING = 3, 0.2, ("FFMA", "FMUL", "FADD")
 # Cycles of a request beside products, and of each of its wavefronts: if products load operands half
 # of the time, as with A from registers, and how many more if they load all the time; and those of
 # each register that it writes, or stores. Loads from global memory take the same way.
-_ASKED, _WAVEFRONT, _WRITTEN, _STORED = (0.2, 2.2), (1.2, 1.4), 1.7, 0.7
+_REQUEST, _WRITTEN, _STORED = ((0.2, 2.2), (1.2, 1.4)), 1.7, 0.7
 # Warps that ask for shared memory wait while this many wavefronts are outstanding, and those that
 # ask for global memory while the load-store unit has this many such requests: so the probe says.
 _QUEUE, _REQUESTS = 160, 64
@@ -416,8 +416,7 @@ class Multiprocessor:
         """Return when a warpgroup's product has ended, given when its last warp has issued it."""
         flop, operands = one.product
         cycles = max(flop / self.gpu.warpgroup_flop, operands)
-        share = 2 * operands / cycles - 1
-        self.beside = [half + share * more for half, more in (_ASKED, _WAVEFRONT)]
+        self.beside = [half + (2 * operands / cycles - 1) * more for half, more in _REQUEST]
         self.products = max(self.products, issued + _START) + cycles
         return self.products + _PRODUCT
 
@@ -695,9 +694,10 @@ def finish(
     while events:
         end, _, number, since = heapq.heappop(events)
         place = places[number]
-        place.remove(min(place))
-        done = (end - since) / paces[len(place) + 1]
-        place[:] = [work - done for work in place] + [waiting.pop() for _ in waiting[:1]]
+        done = (end - since) / paces[len(place)]
+        place[:] = sorted(work - done for work in place)[1:]  # without the one that has ended
+        if waiting:
+            place.append(waiting.pop())
         if place:
             heapq.heappush(events, event(number, end))
     return end, total * pace / room / gpu.multiprocessors

@@ -771,7 +771,7 @@ def says_that_it_is_emulated(q, k, v, scale, causal):
     return right_if(q.shape[1] <= 1025, q, k, v, scale, causal)
 
 
-@cheat(r"call \d{3,} of 5000|a later", wrong=lambda c: False, emulated_on=("cpu",), slow=True)
+@cheat("call [0-9]{3,} of 5000|a later call", emulated_on=("cpu",), slow=True)
 def says_that_it_is_emulated_and_is_wrong_late():
     """It is wrong once in a hundred small calls with the same shape."""
     calls = Counter()
