@@ -271,6 +271,34 @@ __global__ void read(const uint4* from, size_t count, int rounds) {
   if (sum == 12345) sink[0] = 1;
 }
 
+// Blocks in groups load all bytes of their group again and again, 32 KB at a time, and wait 3,000 cycles
+// after each. found: for each block and round, the cycles.
+__global__ void __launch_bounds__(256)
+    load_again(const uint4* from, size_t group_words, int groups, int rounds, long long* found) {
+  constexpr int kWords = 2048, kAtOnce = 2;
+  __shared__ uint4 tile[kWords];
+  const uint4* const mine = from + blockIdx.x % groups * group_words;
+  unsigned sum = 0;
+  for (int round = 0; round < rounds; ++round) {
+    const long long begin = clock64();
+    for (size_t at = 0; at < group_words; at += kWords) {
+      for (int part = threadIdx.x; part < kWords; part += kAtOnce * blockDim.x) {
+        uint4 x[kAtOnce];
+        for (int j = 0; j < kAtOnce; ++j) x[j] = __ldcg(mine + at + part + j * blockDim.x);
+        for (int j = 0; j < kAtOnce; ++j) tile[part + j * blockDim.x] = x[j];
+        asm volatile("" ::: "memory");
+      }
+      __syncthreads();
+      sum += tile[threadIdx.x * 37 % kWords].x;
+      const long long until = clock64() + 3000;
+      while (clock64() < until) continue;
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) found[blockIdx.x * rounds + round] = clock64() - begin;
+  }
+  if (sum == 12345) sink[0] = 1;
+}
+
 // ---- Products of warpgroups ----------------------------------------------------------------------
 
 // Fills what the products multiply with numbers of 2^-8 to 2^-1.
@@ -530,6 +558,29 @@ __global__ void tiles(const __grid_constant__ TensorMap map, int rows, int count
     if (i + kDepth < count) copy(i + kDepth);
   }
   if (blockIdx.x == 0) *cycles = clock64() - begin;
+}
+
+// Each block copies `count` tiles of 128 rows at once, those that `share` blocks have in common. found: for
+// each block, the cycles until the first tile is there, and until all are.
+__global__ void first_tiles(const __grid_constant__ TensorMap map, int share, int count,
+                            long long* found) {
+  constexpr int kMost = 12, kRows = 128;
+  ATTENTION_ALIGNED_SHARED(unsigned char, tile, 1024);
+  __shared__ ptx::Barrier full[kMost];
+  for (auto& barrier : full) ptx::barrier_init(&barrier, 1);
+  ptx::barrier_init_fence();
+  const int row = blockIdx.x / share / 12 * count * kRows;
+  const long long begin = clock64();
+  for (int i = 0; i < count; ++i) {
+    ptx::barrier_expect(&full[i], kRows * 128);
+    ptx::load_tile(tile + i * kRows * 128, map, 0, blockIdx.x / share % 12, row + i * kRows, 0,
+                   &full[i]);
+  }
+  for (int i = 0; i < count; ++i) {
+    ptx::barrier_wait(&full[i], 0);
+    if (i == 0) found[2 * blockIdx.x] = clock64() - begin;
+  }
+  found[2 * blockIdx.x + 1] = clock64() - begin;
 }
 
 // One thread copies tiles of 32 KB, 6 at a time, of which each group of `share` blocks copies the same
@@ -1049,6 +1100,47 @@ void shared_copies(int share, int span, int skew) {
   report("132 blocks, of which " + std::to_string(share) + " copy the same " +
              std::to_string(32 * span) + " KB, " + std::to_string(32 * skew) + " KB apart",
          (kCount - 24) * kRows * 128.0 * kMultiprocessors / sum, "bytes per cycle");
+}
+
+// What 264 blocks find in L2 of what they have all loaded before, in groups of blocks that load the same.
+void kept_by_l2(int groups) {
+  constexpr int kBlocks = 2 * kMultiprocessors, kRounds = 4, kStep = 32768;
+  for (int megabytes : {12, 24, 30, 36, 48, 96}) {
+    const size_t steps = (size_t{1} << 20) * megabytes / groups / kStep;
+    const auto* const from = reinterpret_cast<const uint4*>(fresh(steps * kStep * groups));
+    load_again<<<kBlocks, 256>>>(from, steps * kStep / 16, groups, kRounds, cycles);
+    for (int round : {0, kRounds - 1}) {
+      double sum = 0;
+      for (int i = 0; i < kBlocks; ++i) sum += fetch(i * kRounds + round);
+      report(std::to_string(megabytes) + " MB that " + std::to_string(groups) +
+                 " groups of blocks load, " + (round > 0 ? "again" : "first") + ": 32 KB",
+             sum / kBlocks / steps - 3000);
+    }
+  }
+}
+
+// What the first copies of a launch take, of rows of 12 heads that are in memory, or in L2.
+void first_copies(int share, int count) {
+  constexpr int kHeads = 12, kRows = 1 << 15;
+  TensorMap map;
+  const int64_t sizes[4] = {64, kHeads, kRows, 1},
+                strides[3] = {64, 64 * kHeads, 64 * kHeads * kRows};
+  const int shared = count * 16384 + 1024;
+  cudaFuncSetAttribute(first_tiles, cudaFuncAttributeMaxDynamicSharedMemorySize, 220 * 1024);
+  for (const char* place : {"code", "memory", "L2"}) {  // the first launch only fetches the code
+    if (*place != 'L') {
+      const auto* const from = reinterpret_cast<const __half*>(fresh(size_t{128} * kHeads * kRows));
+      make_tensor_map(&map, from, sizes, strides, {64, 1, 128, 1});
+    }
+    first_tiles<<<kMultiprocessors, 1, shared>>>(map, share, count, cycles);
+    if (*place == 'c') continue;
+    double first = 0, all = 0;
+    for (int i = 0; i < kMultiprocessors; ++i) first += fetch(2 * i), all += fetch(2 * i + 1);
+    const std::string name = "132 blocks that copy " + std::to_string(16 * count) + " KB from " +
+                             place + " at once, " + std::to_string(share) + " of them the same: ";
+    report(name + "the first 16 KB are there", first / kMultiprocessors);
+    report(name + "all are there", all / kMultiprocessors);
+  }
 }
 
 template <bool kMultiplies, bool kLogics>
@@ -1812,6 +1904,9 @@ int main() {
   clock_after_rest<0>();
   clock_after_rest<256>();
   clock_after_rest<1024>();
+  for (int groups : {48, 12}) kept_by_l2(groups);
+  for (int share : {1, 2, 3, 6})
+    for (int count : {1, 2, 3, 4, 6, 12}) first_copies(share, count);
   mixed_clocks<false>();
   mixed_clocks<true>();
   beside_each<kFma>("on all multiprocessors, FFMA", true);

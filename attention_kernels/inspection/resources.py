@@ -83,9 +83,7 @@ def case_faults(
 
     may_decode: it may also be attention of one query per row; seqlens are those of the cache.
     """
-    faults = []
-    if version.is_host:
-        faults.append("it is host code, not a GPU kernel")
+    faults = ["it is host code, not a GPU kernel"] * version.is_host
     if version.role != "attention" and not (may_decode and version.role == "decode"):
         faults.append("it is not an attention kernel")
     if head_dim not in version.head_dims:

@@ -35,7 +35,7 @@ from attention_kernels.ladder.op import fault, load_op
 _SHAPE = (4, 32, 1 << 16)
 _STAMP = np.dtype([(name, np.uint32) for name in ("arrived", "place", "left", "grid")])
 _ROUNDS = 11  # after one warm-up round
-_FLUSHED_BYTES = 2**28  # more than the L2 cache of any GPU
+_LOADED_BYTES = 2**28  # more than the L2 cache of any GPU
 _NAMED = re.compile(r'\bSTAMP\(\s*"([^"]*)"')
 Call: TypeAlias = tuple[int, int, int, int]
 """Batch, seqlen, num_heads and is_causal."""
@@ -181,8 +181,9 @@ def measure(
 ) -> tuple[list[Warp], float, float]:
     """Return the warps of a call, and the median microseconds without and with stamps.
 
-    Before each call, the L2 cache is flushed by stores, and then a call on other tensors executes
-    the same code: the code is in the caches, the inputs are not. Raises BuildError, and the errors
+    Before each call, loads of other data replace all that L2 has, and then a call on other tensors
+    executes the same code: the code is in the caches, the inputs are not. Stores would leave L2 to
+    write them back during the call. Raises BuildError, and the errors
     of a call. The emulator has no clock: on "cpu" a stamp's times only tell the order, and nothing
     is timed.
     """
@@ -215,22 +216,22 @@ def measure(
 
 
 def _times(ops: Sequence[Any], calls: Sequence[Sequence[Any]]) -> list[float]:
-    """Return each op's median microseconds on the second arguments, after a flush of the L2 cache
-    and a call on the first; flush it.
+    """Return each op's median microseconds on the second arguments, after loads of more than L2
+    holds and a call on the first; then load the same once more.
     """
-    flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    others = torch.zeros(_LOADED_BYTES // 8, dtype=torch.int64, device="cuda")
     times: list[list[float]] = [[] for _ in ops]
     for _ in range(1 + _ROUNDS):
         for op, mine in zip(ops, times, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            flushed.zero_()
+            others.sum()
             op(*calls[0])
             begin.record()
             op(*calls[1])
             end.record()
             end.synchronize()
             mine.append(begin.elapsed_time(end) * 1e3)
-    flushed.zero_()
+    others.sum()
     return [statistics.median(mine[1:]) for mine in times]
 
 

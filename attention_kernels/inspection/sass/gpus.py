@@ -37,6 +37,8 @@ class GpuModel:
     l2_latency: int
     memory_latency: int
     l2_bytes_per_cycle: float
+    l2_kept_mb: float
+    """How many million bytes that all multiprocessors read are still there when read again."""
     memory_gb_s: float
     launch_us: float
     early_launch_us: float

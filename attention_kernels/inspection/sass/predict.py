@@ -223,10 +223,8 @@ def _predict_launch(
     gpu = dataclasses.replace(program.gpu, l2_bytes_per_cycle=rate)
     total = line.totals()
     assumed = instructions.assumed([code[at] for at in sorted(line.executed)])
-    if line.waits:
-        assumed.append("a block that waits for others finds them as far as itself")
-    if not min_bytes:
-        assumed.append("all data is in L2: no argument has a buffer's size")
+    assumed += ["a block that waits for others finds them as far as itself"] * line.waits
+    assumed += ["all data is in L2: no argument has a buffer's size"] * (not min_bytes)
     place = _place(program, launch, line, min_bytes)
     end, equal, block = time_grid(gpu, code, line, *place, stalls, released)
     products = total["products"] / gpu.warpgroup_flop / gpu.multiprocessors

@@ -637,26 +637,34 @@ def multiprocessors(
 
     The arguments are those of time_grid().
     """
-    # Blocks that start together request the inputs they share at the same time, and all wait for
-    # memory. So does a block that requests data of its own. The output of an earlier launch is in
-    # L2, and so is all if nothing is known to come from memory.
-    at_once = room * gpu.multiprocessors / line.busy
-    cold = min(1.0, max(at_once, from_memory)) * (from_memory > 0)
     # No multiprocessor gets more blocks than if all are shared out equally.
     fits = min(room, -(-line.busy // gpu.multiprocessors))
     resident = min(line.busy, fits * gpu.multiprocessors)
-    kinds = ("global", gpu.memory_latency, _LOADS), ("tile", _COPIED, _COPIES)
+    # Blocks that start together request the inputs they share at the same time, and all wait for
+    # memory. So do later ones if all that are alike read more than L2 keeps, and a block that
+    # requests data of its own. The output of an earlier launch is in L2, and so is all if nothing
+    # is known to come from memory.
+    misses = [count for count in line.each("misses") if count]
+    kept = gpu.l2_kept_mb * 1e6 / SECTOR / line.alike / line.distinct
+    lost = sum(count for count in misses[resident:] if count > kept) / sum(misses)
+    shared = sum(misses[:resident]) / sum(misses) + lost
+    from_memory = min(1.0, from_memory * (1 + lost * (line.busy / resident - 1)))
     l2 = (1 - from_memory) * gpu.multiprocessors / gpu.l2_bytes_per_cycle  # cycles per byte
     memory = from_memory * gpu.clock_ghz / gpu.memory_gb_s
+    kinds = ("global", gpu.memory_latency, _LOADS), ("tile", _COPIED, _COPIES)
 
-    def inputs(share: float) -> dict[str, tuple[float, float]]:
-        waits = {pipe: (1 - cold) * gpu.l2_latency + cold * cycles for pipe, cycles, _ in kinds}
-        rates = (1 / (l2 + memory / part / share) for *_, part in kinds)
+    def inputs(share: float, shared: float) -> dict[str, tuple[float, float]]:
+        cold = max(shared, from_memory) * (from_memory > 0)
+        near = (1 - cold) * gpu.l2_latency
         return {
-            pipe: (waits[pipe], min(64.0, rate)) for pipe, rate in zip(waits, rates, strict=True)
+            pipe: (near + cold * cycles, min(64.0, 1 / (l2 + memory / part / share)))
+            for pipe, cycles, part in kinds
         }
 
-    one, full = (Multiprocessor(gpu, code, inputs(count / resident)) for count in (1, fits))
+    one = Multiprocessor(gpu, code, inputs(1 / resident, shared))
+    # Blocks where there are fewer are ahead: where there are more, what they share is in L2.
+    ahead = resident < fits * gpu.multiprocessors
+    full = Multiprocessor(gpu, code, inputs(fits / resident, 0.0 if ahead else shared))
     return fits, one, full
 
 
@@ -670,12 +678,8 @@ def finish(
     first block of each multiprocessor starts, if not at 0. Blocks start in order, each on the first
     multiprocessor with room.
     """
-    waiting = [
-        line.value(p, "issue") + (extra / alone if line.value(p, "misses") else 0.0)
-        for _ in range(line.repeats)
-        for p in reversed(range(line.length))
-        for _ in range(line.alike)
-    ]
+    counts = zip(line.each("issue"), line.each("misses"), strict=True)
+    waiting = [issue + (extra / pace if misses else 0.0) for issue, misses in counts][::-1]
     total = sum(waiting)
     paces = [alone + (pace - alone) * (n - 1) / max(1, room - 1) for n in range(room + 1)]
     places: list[list[float]] = [[] for _ in range(gpu.multiprocessors)]

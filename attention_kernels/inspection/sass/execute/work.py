@@ -175,17 +175,20 @@ class Line:
         first, second = self.samples[a][of], self.samples[b][of]
         return max(0.0, first + (second - first) * (position - a) / (b - a))
 
+    def each(self, of: str) -> list[float]:
+        """Return a count of each block of the grid, in starting order."""
+        once = [self.value(position, of) for position in range(self.length)]
+        return [count for count in once for _ in range(self.alike)] * self.repeats
+
     def totals(self) -> defaultdict[str, float]:
         """Return the counts of the whole grid."""
         names = {*itertools.chain(*self.samples.values())}
-        once = {name: sum(self.value(at, name) for at in range(self.length)) for name in names}
-        return defaultdict(float, {name: self.alike * self.repeats * n for name, n in once.items()})
+        return defaultdict(float, {name: sum(self.each(name)) for name in names})
 
     @property
     def busy(self) -> int:
         """The number of blocks that have work."""
-        once = sum(1 for position in range(self.length) if self.value(position, "misses"))
-        return self.alike * self.repeats * once
+        return sum(count > 0 for count in self.each("misses"))
 
 
 def line_of(program: Program, launch: Launch, *, are_alike: bool = True) -> Line:
