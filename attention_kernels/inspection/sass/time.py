@@ -663,7 +663,7 @@ def multiprocessors(
 
     one = Multiprocessor(gpu, code, inputs(1 / resident, shared))
     # Blocks where there are fewer are ahead: where there are more, what they share is in L2.
-    ahead = resident < fits * gpu.multiprocessors
+    ahead = gpu.multiprocessors < resident < fits * gpu.multiprocessors
     full = Multiprocessor(gpu, code, inputs(fits / resident, 0.0 if ahead else shared))
     return fits, one, full
 
