@@ -23,11 +23,7 @@ from attention_kernels.errors import (
 EFFICIENT = "PYTORCH_SDPA_EFFICIENT_ATTENTION"
 OURS = ["DECODE_SPLIT_KV_VERSION_1", "DECODE_SPLIT_KV_VERSION_3"]
 PLAIN = ["NAIVE_PYTORCH", "NAIVE_PYTORCH"]
-FIELDS = {
-    "family": "test",
-    "summary": "A backend of a test.",
-    "precisions": {"float32": "ieee-fp32"},
-}
+FIELDS = {"family": "test", "summary": "For tests.", "precisions": {"float32": "ieee-fp32"}}
 
 
 @pytest.mark.parametrize(

@@ -451,13 +451,8 @@ PIPELINED = """
 
 
 def test_barriers_pipelines_and_groups_of_the_headers():
-    includes = (
-        "cuda/barrier",
-        "cuda/pipeline",
-        "cooperative_groups.h",
-        "cooperative_groups/reduce.h",
-    )
-    text = "".join(f"#include <{name}>\n" for name in includes) + KERNEL % PIPELINED
+    files = "cuda/barrier cuda/pipeline cooperative_groups.h cooperative_groups/reduce.h"
+    text = "".join(f"#include <{name}>\n" for name in files.split()) + KERNEL % PIPELINED
     q = torch.arange(64.0).reshape(1, 2, 1, 32)
     for spec in both_builds(text):
         o = spec.attention(q, q, q)[0, 0, 0]

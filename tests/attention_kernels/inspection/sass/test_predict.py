@@ -16,7 +16,7 @@ from attention_kernels.inspection.sass import predict
 from attention_kernels.inspection.sass.decode import Instruction, Program
 from attention_kernels.inspection.sass.execute.work import Line, Work, axes_of, line_of
 from attention_kernels.inspection.sass.gpus import gpus
-from attention_kernels.inspection.sass.time import finish
+from attention_kernels.inspection.sass.time import finish, multiprocessors
 from tests.attention_kernels.inspection.sass.common import (
     CODE,
     H200,
@@ -25,6 +25,7 @@ from tests.attention_kernels.inspection.sass.common import (
 )
 from tests.conftest import ROOT
 
+FIRST = "CUSTOM_CUDA_VERSION_1"
 predicted = functools.partial(predict.predict, gpu=H200, seqlen=128)
 
 
@@ -50,6 +51,24 @@ def test_multiprocessors_that_get_room_together_take_turns():
     line = Line(1, {0: Counter(issue=40)}, [], alike=5 * 132)
     end, _ = finish(line, H200, 1.0, 2.0, 4, 0.0)
     assert end == pytest.approx(40 * 2.0 + 40)  # then each has one block more
+
+
+def test_blocks_that_run_at_once_wait_at_the_same_time():
+    line = Line(1, {0: Counter(issue=40, misses=1)}, [], alike=2 * 132)
+    assert finish(line, H200, 1.0, 2.0, 2, 30.0)[0] == pytest.approx(40 * 2.0 + 30)
+
+
+def test_blocks_wait_for_memory_unless_others_have_lately_read_the_same():
+    """Two fit on each of 132 multiprocessors; a tenth of what is read is not in L2 at first."""
+
+    def cold(heads, rows, sectors):
+        counts = {0: Counter(issue=1, misses=sectors)}
+        _, *both = multiprocessors(H200, [], Line(rows, counts, [], heads), 2, 0.1)
+        return [(one.inputs["global"][0] - H200.l2_latency) / 400 for one in both]
+
+    assert cold(48, 11, 20_000) == pytest.approx([0.5, 0.5])  # half of them start together
+    assert cold(48, 11, 30_000) == pytest.approx([1.0, 1.0])  # all heads have 46 MB
+    assert cold(4, 50, 20_000) == pytest.approx([1.0, 0.1])  # 64 have one block, which is ahead
 
 
 def test_blocks_that_are_alike_in_pairs_are_counted_exactly():
@@ -175,19 +194,14 @@ def test_a_decode_kernel_reads_the_whole_cache_of_every_row():
     ("name", "gpu", "shape", "words"),
     [
         (
-            "CUSTOM_CUDA_VERSION_1",
+            FIRST,
             "t4",
             {"head_dim": 48, "seqlen": 0},
             "head_dim 48 (it takes 32, 64, 128); seqlen 0 (1 or more)",
         ),
         ("HOPPER_VERSION_2", "a100", {"head_dim": 32}, "it needs sm_90a, and A100 SXM is sm_80"),
-        ("CUSTOM_CUDA_VERSION_1", "h200", {"seqlen": 10**12}, "1000000000000 (1048560 or less)"),
-        (
-            "CUSTOM_CUDA_VERSION_1",
-            "h200",
-            {"batch": 10**11},
-            "batch * num_heads 1200000000000 (2147483647 or less)",
-        ),
+        (FIRST, "h200", {"seqlen": 10**12}, "1000000000000 (1048560 or less)"),
+        (FIRST, "h200", {"batch": 10**11}, "batch * num_heads 1200000000000 (2147483647 or less)"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_every_reason(name, gpu, shape, words):
