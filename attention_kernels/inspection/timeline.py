@@ -182,10 +182,9 @@ def measure(
     """Return the warps of a call, and the median microseconds without and with stamps.
 
     Before each call, loads of other data replace all that L2 has, and then a call on other tensors
-    executes the same code: the code is in the caches, the inputs are not. Stores would leave L2 to
-    write them back during the call. Raises BuildError, and the errors
-    of a call. The emulator has no clock: on "cpu" a stamp's times only tell the order, and nothing
-    is timed.
+    executes the same code: the code is in the caches, the inputs are not. Stores would have to be
+    written back during the call. Raises BuildError, and the errors of a call. The emulator has no
+    clock: on "cpu" a stamp's times only tell the order, and nothing is timed.
     """
     arch = compilers.architectures() if device_type == "cuda" else ""
     other = stamping(replace(version, op=f"{version.op}_stamps"), device_type)

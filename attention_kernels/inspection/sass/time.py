@@ -641,9 +641,9 @@ def multiprocessors(
     fits = min(room, -(-line.busy // gpu.multiprocessors))
     resident = min(line.busy, fits * gpu.multiprocessors)
     # Blocks that start together request the inputs they share at the same time, and all wait for
-    # memory. So do later ones if all that are alike read more than L2 keeps, and a block that
-    # requests data of its own. The output of an earlier launch is in L2, and so is all if nothing
-    # is known to come from memory.
+    # memory. So do later ones, if one of each kind together read more than L2 keeps, and a block
+    # that requests data of its own. The output of an earlier launch is in L2, and so is all if
+    # nothing is known to come from memory.
     misses = [count for count in line.each("misses") if count]
     kept = gpu.l2_kept_mb * 1e6 / SECTOR / line.alike / line.distinct
     lost = sum(count for count in misses[resident:] if count > kept) / sum(misses)
@@ -662,7 +662,7 @@ def multiprocessors(
         }
 
     one = Multiprocessor(gpu, code, inputs(1 / resident, shared))
-    # Blocks where there are fewer are ahead: where there are more, what they share is in L2.
+    # Where multiprocessors have fewer blocks, these are ahead: others find in L2 what they share.
     ahead = gpu.multiprocessors < resident < fits * gpu.multiprocessors
     full = Multiprocessor(gpu, code, inputs(fits / resident, 0.0 if ahead else shared))
     return fits, one, full
