@@ -268,7 +268,7 @@ def _place(program: Program, launch: Launch, line: Line, min_bytes: float) -> tu
     if room == 0:
         reason = f"a block does not fit on a multiprocessor of {program.gpu.name}: too much {limit}"
         raise UnsupportedError(program.path.name, [reason])
-    return room, min(1.0, min_bytes / max(1.0, line.totals()["inputs"] * SECTOR))
+    return room, min(1.0, min_bytes / max(1.0, sum(line.each("inputs")) * SECTOR))
 
 
 def _needs(gpu: GpuModel, total: dict[str, float], size: float, hertz: float) -> dict[str, float]:

@@ -621,7 +621,7 @@ def time_grid(
     alone, extra = one.alone(line.works)
     pace = full.together(line.works, fits) if fits > 1 else alone
     if stalls is not None:
-        full.observe(line.works, fits, line.totals()["issue"] / line.busy, stalls)
+        full.observe(line.works, fits, sum(line.each("issue")) / line.busy, stalls)
     # Each different start is simulated once.
     early = Counter([*released, *[0.0] * (gpu.multiprocessors - len(released))])
     starts = [x for by, n in early.items() for x in [full.start(line.works, fits, by)] * n]
@@ -637,34 +637,34 @@ def multiprocessors(
 
     The arguments are those of time_grid().
     """
+    misses = [count for count in line.each("misses") if count]  # of each block with work
     # No multiprocessor gets more blocks than if all are shared out equally.
-    fits = min(room, -(-line.busy // gpu.multiprocessors))
-    resident = min(line.busy, fits * gpu.multiprocessors)
+    fits = min(room, -(-len(misses) // gpu.multiprocessors))
+    resident = min(len(misses), fits * gpu.multiprocessors)
     # Blocks that start together request the inputs they share at the same time, and all wait for
     # memory. So do later ones, if one of each kind together read more than L2 keeps, and a block
     # that requests data of its own. The output of an earlier launch is in L2, and so is all if
     # nothing is known to come from memory.
-    misses = [count for count in line.each("misses") if count]
     kept = gpu.l2_kept_mb * 1e6 / SECTOR / line.alike / line.distinct
     lost = sum(count for count in misses[resident:] if count > kept) / sum(misses)
-    shared = sum(misses[:resident]) / sum(misses) + lost
-    from_memory = min(1.0, from_memory * (1 + lost * (line.busy / resident - 1)))
+    waiting = sum(misses[:resident]) / sum(misses) + lost
+    from_memory = min(1.0, from_memory * (1 + lost * (len(misses) / resident - 1)))
     l2 = (1 - from_memory) * gpu.multiprocessors / gpu.l2_bytes_per_cycle  # cycles per byte
     memory = from_memory * gpu.clock_ghz / gpu.memory_gb_s
     kinds = ("global", gpu.memory_latency, _LOADS), ("tile", _COPIED, _COPIES)
 
-    def inputs(share: float, shared: float) -> dict[str, tuple[float, float]]:
-        cold = max(shared, from_memory) * (from_memory > 0)
+    def inputs(share: float, waits: float) -> dict[str, tuple[float, float]]:
+        cold = max(waits, from_memory) * (from_memory > 0)
         near = (1 - cold) * gpu.l2_latency
         return {
             pipe: (near + cold * cycles, min(64.0, 1 / (l2 + memory / part / share)))
             for pipe, cycles, part in kinds
         }
 
-    one = Multiprocessor(gpu, code, inputs(1 / resident, shared))
+    one = Multiprocessor(gpu, code, inputs(1 / resident, waiting))
     # Where multiprocessors have fewer blocks, these are ahead: others find in L2 what they share.
     ahead = gpu.multiprocessors < resident < fits * gpu.multiprocessors
-    full = Multiprocessor(gpu, code, inputs(fits / resident, 0.0 if ahead else shared))
+    full = Multiprocessor(gpu, code, inputs(fits / resident, 0.0 if ahead else waiting))
     return fits, one, full
 
 
