@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gpt2_infer.config import ProductsName
 from gpt2_infer.prepared import Prepared
-from gpt2_infer.product import Product
+from gpt2_infer.product import Product, kernel_for
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -58,9 +58,8 @@ class Linear(nn.Module):
 
     def product(self) -> Product:
         """Return our own product, with weights packed at the first call; raises BuildError."""
-        return self.prepared.share(
-            "product", lambda: Product(*weight_and_bias(self), self.products)
-        )
+        kernel = kernel_for(self.products, self.weight.device)
+        return self.prepared.share("product", lambda: Product(*weight_and_bias(self), kernel))
 
     def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """Map (rows, in_features) to (rows, out_features); gelu applies GELU's tanh form."""

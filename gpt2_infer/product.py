@@ -4,7 +4,8 @@ At a few hundred rows, the libraries' products leave much of a GPU idle, and eac
 residual and LayerNorm is a separate kernel. Here they are part of the product.
 
 ieee-fp32, csrc/v01_matrix_product.cu: float32 throughout.
-3xfp16, csrc/v02_three_products.cu: tensor cores multiply sums of two float16 numbers.
+3xfp16, csrc/v02_three_products.cu and, on Hopper, csrc/v04_wgmma.cu: tensor cores multiply sums of
+two float16 numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gpt2_infer.config import PRODUCTS, GPT2Config, ProductsName
 from gpt2_infer.errors import RequestError
 
 CSRC = Path(__file__).parent / "csrc"
-BIAS, GELU, RESIDUAL = range(3)
+BIAS, GELU, RESIDUAL, PACK_WEIGHTS = range(4)
 MAX_EVEN = 8  # most parts per tile to try, if all tiles have as many
 # Most parts per tile if the tiles differ; with four or more, float32's products took 9 to 33 %
 # longer on an H200.
@@ -64,6 +65,12 @@ def check_products(
         return
     if reasons := refusals(device, dtype, config, ["float32"]):
         raise RequestError(f"products {products} cannot be used: {'; '.join(reasons)}")
+
+
+def kernel_for(products: ProductsName, device: torch.device) -> str:
+    """Return the name of the kernel that multiplies in this way on a device."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return "3xfp16, wgmma" if is_hopper and products == "3xfp16" else products
 
 
 def count_multiprocessors(device: torch.device) -> int:
@@ -110,7 +117,7 @@ class Kernel:
     """The floats of partial tiles that are written and read again per microsecond."""
 
 
-KERNELS: dict[ProductsName, Kernel] = {
+KERNELS: dict[str, Kernel] = {
     "ieee-fp32": Kernel(
         "v01_matrix_product.cu",
         (
@@ -134,10 +141,14 @@ KERNELS: dict[ProductsName, Kernel] = {
         finish_us=1.42,
         part_floats=0.64e6,
     ),
+    "3xfp16, wgmma": Kernel(
+        "v04_wgmma.cu",
+        tuple(Tile(64, 64, 64, us) for us in ((0.42, 0.47), (0.49, 0.67, 0.72), (0.26,))),
+        again_us=1.58,
+        finish_us=0.03,
+        part_floats=0.52e6,
+    ),
 }
-# Exponents in csrc/rows.cuh: of a column's largest number after scaling, and the smallest
-# and largest before scaling.
-TOP, LEAST, MOST = 14, -112, 127
 
 
 ProductParams = c_struct(
@@ -217,24 +228,9 @@ def choose(
     )
 
 
-def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a weight, (k, n), into float16 as v02_three_products.cu reads it.
-
-    Returns the packed halves and the exponent of each column, int32 (n).
-    """
-    (k, n), largest = weight.shape, weight.abs().amax(0)
-    exponents = (torch.frexp(largest).exponent - 1).clamp_(LEAST, MOST)
-    scaled = torch.ldexp(weight, TOP - exponents)
-    high = scaled.half()
-    both = torch.stack([high, (scaled - high.float()).half()])
-    # A fragment's lane has column lane // 4 of 8, at k = 4 (lane % 4) and the next three.
-    parts = both.view(2, k // 16, 4, 4, n // 16, 2, 8)
-    return parts.permute(4, 1, 0, 6, 2, 5, 3).contiguous(), exponents
-
-
 @dataclass(frozen=True)
 class Packed:
-    """A matrix of `rows` rows, split into float16 as v02_three_products.cu reads its x."""
+    """A matrix of `rows` rows, split into float16 as three products read their x."""
 
     data: Tensor
     """The chunks described in csrc/rows.cuh, in float32."""
@@ -271,27 +267,25 @@ class Product:
     k and n are multiples of 64.
 
     The work just ahead of a product on its stream must not write the weights: a GPU reads them
-    before that work has ended. products: one of PRODUCTS; 3xfp16 makes a packed copy of the
-    weights. plan: replaces the chosen one. Raises BuildError.
+    before that work has ended. kernel: its name in KERNELS; three products make a packed copy of
+    the weights. plan: replaces the chosen one. Raises BuildError.
     """
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor,
-        products: ProductsName = "ieee-fp32",
-        *,
-        plan: Plan | None = None,
+        self, weight: Tensor, bias: Tensor, kernel: str = "ieee-fp32", *, plan: Plan | None = None
     ) -> None:
-        self.kernel, self.bias, self.plan = KERNELS[products], bias, plan
+        self.kernel, self.bias, self.plan = KERNELS[kernel], bias, plan
         self.shape = weight.shape
+        self._op = own_op(CSRC / self.kernel.file, "matrix_product_", weight.device.type)
         self.weight, self.exponents = weight.contiguous(), None
-        if products == "3xfp16":
-            self.weight, self.exponents = pack(weight)
+        if kernel != "ieee-fp32":
+            (k, n), x = self.shape, self.weight
+            self.weight, self.exponents = torch.empty_like(x), bias.new_empty(n, dtype=torch.int32)
+            fields = {"x": x, "packed_y": self.weight, "exponents": self.exponents, "k": k, "n": n}
+            launch(self._op, bias, ProductParams, mode=PACK_WEIGHTS, **fields)
         if weight.is_cuda and self.weight is not weight:  # else the copy could be just ahead
             torch.cuda.current_stream(weight.device).synchronize()
         self._multiprocessors = count_multiprocessors(weight.device)
-        self._op = own_op(CSRC / self.kernel.file, "matrix_product_", weight.device.type)
 
     def __call__(self, x: Activation, *, gelu: bool = False) -> Tensor:
         """Map x, contiguous (m, k), to (m, n); gelu applies GELU's tanh form."""

@@ -51,6 +51,7 @@ __device__ inline float block_sum(float value, float* warps) {
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
   float sum = 0.0f;
+#pragma unroll 8
   for (int i = 0; i < blockDim.x / 32; ++i) sum += warps[i];
   return sum;
 }

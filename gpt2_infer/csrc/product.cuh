@@ -12,7 +12,7 @@
 
 namespace attention {
 
-enum Mode { kBias, kGelu, kResidual };
+enum Mode { kBias, kGelu, kResidual, kPackWeights };
 
 // Must match ProductParams in product.py. Matrices are row-major and 16-byte aligned, but v01's x
 // need not be aligned.
@@ -25,11 +25,11 @@ struct StructParams {
   const float* ln_weight;  // (n); null: no LayerNorm
   const float* ln_bias;    // (n)
   float* workspace;        // (blocks + tiles, kBlockM, kBlockN), unless every tile is whole
-  const int* exponents;    // (n); of packed weights
+  int* exponents;          // (n); of packed weights
   uint4* packed_x;         // x, packed for tensor cores; of x, if that is given
   uint4* packed_y;         // not null: y is packed, too
   int m, n, k;
-  int mode;
+  int mode;  // kPackWeights packs x, (k, n), as packed_y, and sets exponents
   float epsilon;
   int tile;    // index in launch()'s list
   int blocks;  // from 1 to tiles * slabs
@@ -47,23 +47,34 @@ struct Share {
 };
 
 // Slabs form one sequence: those of tile 0, of tile 1, ... Tiles with the same columns are
-// adjacent, so blocks that run at the same time read the same weights.
+// adjacent, so blocks that run at the same time read the same weights. Blocks share the sequence
+// evenly: if they are a multiple of the tiles, each has slabs of one tile.
 struct Slabs {
-  int all, per_tile, blocks, tiles_m, block_m, block_n;
+  int per_tile, tiles_m, block_m, block_n, tiles, blocks;
 
   __device__ Slabs(const ProductParams& p, int block_m, int block_n, int block_k)
       : per_tile(p.k / block_k),
-        blocks(p.blocks),
         tiles_m((p.m + block_m - 1) / block_m),
         block_m(block_m),
-        block_n(block_n) {
-    all = tiles_m * (p.n / block_n) * per_tile;
-  }
+        block_n(block_n),
+        tiles(tiles_m * (p.n / block_n)),
+        blocks(p.blocks) {}
+  // Rounds tiles * per_tile * block / blocks down, without a division of 64 bits, which blocks would
+  // wait for. Where tiles are cut there are few blocks: their square has 32 bits.
   __device__ int first_of(int block) const {
-    return static_cast<int>(static_cast<int64_t>(all) * block / blocks);
+    const int all = tiles * per_tile, each = all / blocks;
+    const auto rest = static_cast<unsigned>(all - each * blocks);
+    return each * block + static_cast<int>(rest * block / blocks);
   }
-  __device__ int block_of(int slab) const {
-    return static_cast<int>((static_cast<int64_t>(slab + 1) * blocks - 1) / all);
+  // Returns the first block and the last one that have slabs of a tile.
+  __device__ int2 blocks_of(int tile) const {
+    if (const int parts = blocks / tiles; parts * tiles == blocks)
+      return {tile * parts, (tile + 1) * parts - 1};
+    const auto block_of = [&](int slab) {
+      const int64_t all = static_cast<int64_t>(tiles) * per_tile;
+      return static_cast<int>((static_cast<int64_t>(slab + 1) * blocks - 1) / all);
+    };
+    return {block_of(tile * per_tile), block_of((tile + 1) * per_tile - 1)};
   }
   // Returns what is left of slab's tile before `end`.
   __device__ Share share(const ProductParams& p, int slab, int end) const {
@@ -143,35 +154,39 @@ __device__ void end_rows(const ProductParams& p, const Share& share, int row, in
 
 // Adds up and finishes the tiles that were cut. A block works on row blockIdx.x, each thread on
 // four columns; with a LayerNorm, one block has the whole row.
-__global__ void finish(ProductParams p, int block_m, int block_n, int block_k) {
+template <int kBlockM, int kBlockN, int kBlockK>
+__global__ void __launch_bounds__(1024) finish(ProductParams p) {
+  constexpr int kAtOnce = 4;  // parts that are loaded before the first is added
   __shared__ float warps[2][32];
   ptx::allow_next();
   const int row = blockIdx.x, column = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
   const bool is_here = column < p.n;
-  const Slabs slabs(p, block_m, block_n, block_k);
-  const int tile = row / block_m + column / block_n * slabs.tiles_m;
-  int block = 0, last = 0;
-  if (is_here) {
-    const int slab = tile * slabs.per_tile;
-    block = slabs.block_of(slab), last = slabs.block_of(slab + slabs.per_tile - 1);
-  }
-  const float* const at =
-      p.workspace + static_cast<int64_t>(row % block_m) * block_n + column % block_n;
-  const int64_t part = static_cast<int64_t>(block_m) * block_n;
+  const Slabs slabs(p, kBlockM, kBlockN, kBlockK);
+  const int tile = row / kBlockM + column / kBlockN * slabs.tiles_m;
+  const int2 blocks = is_here ? slabs.blocks_of(tile) : int2{};
+  constexpr int64_t kStride = kBlockM * kBlockN;
+  const float* part =
+      p.workspace + (blocks.x + tile) * kStride + row % kBlockM * kBlockN + column % kBlockN;
   // No earlier kernel writes the parameters, so they can be loaded while it ends.
   float4 bias = {}, ln_weight = {}, ln_bias = {};
   if (is_here) bias = load4(p.bias + column);
   if (is_here && p.ln_weight != nullptr)
     ln_weight = load4(p.ln_weight + column), ln_bias = load4(p.ln_bias + column);
   ptx::wait_for_previous();
-  const bool is_cut = block < last, is_residual = p.mode == kResidual;
+  const bool is_cut = blocks.x < blocks.y, is_residual = p.mode == kResidual;
   float* const residual = p.residual + static_cast<int64_t>(row) * p.n + column;
   float4 v = {}, old = {};
   if (is_here && is_residual) old = load4(residual);
   if (is_cut) {
-    v = load4(at + (block + tile) * part);
-#pragma unroll 4
-    for (++block; block <= last; ++block) v = v + load4(at + (block + tile) * part);
+    for (int left = blocks.y + 1 - blocks.x; left > 0; left -= kAtOnce) {
+      float4 parts[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i, part += kStride)
+        if (i < left) parts[i] = load4(part);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (i < left) v = v + parts[i];
+    }
     v = v + bias;
     if (p.mode == kGelu) v = gelu(v);
     if (is_residual) store4(residual, v = v + old);
@@ -201,8 +216,8 @@ cudaError_t launch_tile(void (*product)(ProductParams), const ProductParams& p,
   if (error != cudaSuccess || (is_whole && p.ln_weight == nullptr)) return error;
   const int row = ceil_div(p.n / 4, 32) * 32;
   const int threads = p.ln_weight != nullptr || row < 256 ? row : 256;
-  return launch_early(finish, dim3(p.m, ceil_div(row, threads)), 1, dim3(threads), 0, stream, p,
-                      T::kBlockM, T::kBlockN, T::kBlockK);
+  return launch_early(finish<T::kBlockM, T::kBlockN, T::kBlockK>, dim3(p.m, ceil_div(row, threads)),
+                      1, dim3(threads), 0, stream, p);
 }
 
 }  // namespace

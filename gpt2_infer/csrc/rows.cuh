@@ -48,18 +48,21 @@ __device__ inline void split(float x, float y, unsigned& hi, unsigned& lo) {
   lo = *reinterpret_cast<const unsigned*>(&low);
 }
 
-// Packs four numbers of a row of k. Eight lanes with consecutive columns share a scale, so whole
-// warps must call it.
-__device__ inline void pack4(uint4* packed, int k, int row, int column, float4 v, bool is_here) {
-  float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-#pragma unroll
-  for (int width = kPackedK / 8; width > 0; width /= 2)
-    largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, width));
-  if (!is_here) return;
-  // Powers of two by their bits: 127 + exponent, without a fraction.
-  const unsigned bits =
-      min(max(__float_as_uint(largest) >> 23, unsigned{kLeast + 127}), unsigned{kMost + 127});
-  const float scale = __uint_as_float((kTop + 2 * 127 - bits) << 23);
+__device__ inline float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
+}
+
+// Returns the exponent of the largest of some numbers, for which they are scaled before they are
+// split: they are multiplied by 2^(kTop - exponent), and their sums by the inverse.
+__device__ inline int exponent_of(float largest) {
+  return min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, kLeast), kMost);
+}
+
+// Stores four numbers of a row of k, packed; largest: of all in the same 32 columns.
+__device__ inline void store_packed(uint4* packed, int k, int row, int column, float4 v,
+                                    float largest) {
+  const int exponent = exponent_of(largest);
+  const float scale = power_of_two(kTop - exponent);
   uint2 hi, lo;
   split(v.x * scale, v.y * scale, hi.x, lo.x);
   split(v.z * scale, v.w * scale, hi.y, lo.y);
@@ -72,8 +75,21 @@ __device__ inline void pack4(uint4* packed, int k, int row, int column, float4 v
   to[0] = hi.x, to[2] = hi.y;
   to[4 * 32] = lo.x, to[4 * 32 + 2] = lo.y;
   if (column % kPackedK == 0)
-    reinterpret_cast<float*>(chunk + kScales)[row % kPackedRows] =
-        __uint_as_float((bits - kTop) << 23);
+    reinterpret_cast<float*>(chunk + kScales)[row % kPackedRows] = power_of_two(exponent - kTop);
+}
+
+__device__ inline float largest_of(float4 v) {
+  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+
+// Packs four numbers of a row of k. Eight lanes with consecutive columns share a scale, so whole
+// warps must call it.
+__device__ inline void pack4(uint4* packed, int k, int row, int column, float4 v, bool is_here) {
+  float largest = largest_of(v);
+#pragma unroll
+  for (int width = kPackedK / 8; width > 0; width /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, width));
+  if (is_here) store_packed(packed, k, row, column, v, largest);
 }
 
 }  // namespace

@@ -21,14 +21,13 @@
 // drift. They are multiplied by the scale of their row as they are added to the tile's sums, in
 // float32.
 
-#include "product.cuh"
+#include "three_products.cuh"
 
 namespace attention {
 namespace {
 
-constexpr int kShift = 22;  // sums are 2^-22 times as large, so that few can overflow
-constexpr float kSmaller = 0x1p-22f;
 constexpr int kChunkW = 2 * 2 * 32;  // uint4s of 16 columns of W and 32 k: a chunk without scales
+constexpr int kOperandW = kBytesOperand / sizeof(uint4);
 constexpr int kThreads = kChunkW;
 constexpr int kBlockK = 64;                 // k per slab
 constexpr int kSteps = kBlockK / kPackedK;  // chunks per strip of 16 rows or columns, and slab
@@ -53,44 +52,20 @@ struct Tile {
   static_assert(kBytesSums <= kSmemBytes, "the sums take the place of the slabs");
 };
 
-__device__ inline float power_of_two(int exponent) {
-  return __uint_as_float(static_cast<unsigned>(exponent + 127) << 23);
-}
-
-// Multiplies sums of four columns by the scales of W, in two steps: the power itself may be too
-// large for a float.
-struct Unscale {
-  float4 first, second;
-
-  __device__ explicit Unscale(int4 exponents) {
-    set(exponents.x, first.x, second.x), set(exponents.y, first.y, second.y);
-    set(exponents.z, first.z, second.z), set(exponents.w, first.w, second.w);
-  }
-  static __device__ void set(int exponent, float& first, float& second) {
-    const int all = exponent - kTop + kShift;
-    first = power_of_two(all >> 1), second = power_of_two(all - (all >> 1));
-  }
-  __device__ float4 operator()(float4 v) const {
-    return {v.x * first.x * second.x, v.y * first.y * second.y, v.z * first.z * second.z,
-            v.w * first.w * second.w};
-  }
-};
-
 // Copies slabs of a tile to shared memory.
-// Packed, W is (n / 16, k / 16, hi and lo, 32 lanes, 2 groups of 8 columns, 4 k).
 template <typename T>
 struct Copier {
   const uint4 *x, *w;      // this thread's first of the next slab
-  int stride_x, stride_w;  // between strips
+  int stride_x, stride_w;  // between strips, and between operands
   int last;                // the last strip of x that is there; a later one is replaced by it
 
   __device__ Copier(const ProductParams& p, const Share& share) {
     const int chunks = p.k / kPackedK, first = share.first * kSteps;
-    stride_x = chunks * kChunk, stride_w = chunks * kChunkW;
+    stride_x = chunks * kChunk, stride_w = chunks * kOperandW;
     last = (p.m - 1 - share.m0) / kPackedRows;
     x = p.packed_x + static_cast<int64_t>(share.m0 / kPackedRows) * stride_x + first * kChunk;
-    w = static_cast<const uint4*>(p.weight) + static_cast<int64_t>(share.n0 / 16) * stride_w +
-        first * kChunkW + threadIdx.x;
+    w = static_cast<const uint4*>(p.weight) +
+        static_cast<int64_t>(share.n0 / kColumnsW) * stride_w + first * kOperandW + threadIdx.x;
   }
 
   __device__ void copy_x(uint4* stage) {
@@ -107,13 +82,16 @@ struct Copier {
   }
 
   __device__ void copy_w(uint4* stage) {
+    constexpr int kStripsW = kColumnsW / 16;
     uint4* const to = stage + T::kChunksX * kChunk + threadIdx.x;
 #pragma unroll
-    for (int chunk = 0; chunk < T::kChunksW; ++chunk)
-      __pipeline_memcpy_async(to + chunk * kChunkW,
-                              w + chunk / kSteps * stride_w + chunk % kSteps * kChunkW,
+    for (int chunk = 0; chunk < T::kChunksW; ++chunk) {
+      const int strip = chunk / kSteps, operand = strip / kStripsW * stride_w;
+      const uint4* const from = w + operand + chunk % kSteps * kOperandW;
+      __pipeline_memcpy_async(to + chunk * kChunkW, from + strip % kStripsW * kChunkW,
                               sizeof(uint4));
-    w += kSteps * kChunkW;
+    }
+    w += kSteps * kOperandW;
   }
 };
 
@@ -123,7 +101,9 @@ __device__ void multiply(float (&sums)[T::kRows][2 * T::kStrips][4], const uint4
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint4* const x = stage + warp / T::kWarpsN * T::kRows * kSteps * kChunk;
   const uint4* const w =
-      stage + T::kChunksX * kChunk + warp % T::kWarpsN * T::kStrips * kSteps * kChunkW + lane;
+      stage + T::kChunksX * kChunk + warp % T::kWarpsN * T::kStrips * kSteps * kChunkW;
+  // Of the matrices that a lane's address is for: the row, and the first 16 bytes of the row.
+  const int row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     unsigned hi[2][T::kRows][4], lo[2][T::kRows][4];
@@ -145,12 +125,14 @@ __device__ void multiply(float (&sums)[T::kRows][2 * T::kStrips][4], const uint4
     for (int j = 0; j < T::kStrips; ++j) {
       float acc[T::kRows][2][4] = {};
       unsigned w_hi[2][2][2], w_lo[2][2][2];
-      const auto load = [&](unsigned (&to)[2][2][2], int at) {
+      const auto load = [&](unsigned (&to)[2][2][2], int first) {
+        const uint4* const rows = w + (j * kSteps + step) * kChunkW + row * 8;
 #pragma unroll
         for (int group = 0; group < 2; ++group) {
-          const uint4 v = w[(j * kSteps + step) * kChunkW + group * 64 + at];
-          to[group][0][0] = v.x, to[group][0][1] = v.y;
-          to[group][1][0] = v.z, to[group][1][1] = v.w;
+          unsigned v[4];
+          ptx::load_matrices(v, rows + ((first + 2 * group + half) ^ lane % 8));
+          to[group][0][0] = v[0], to[group][0][1] = v[1];
+          to[group][1][0] = v[2], to[group][1][1] = v[3];
         }
       };
       const auto add = [&](const unsigned (&x)[2][T::kRows][4], const unsigned (&w)[2][2][2]) {
@@ -165,7 +147,7 @@ __device__ void multiply(float (&sums)[T::kRows][2 * T::kStrips][4], const uint4
       };
       load(w_hi, 0);
       add(lo, w_hi);
-      load(w_lo, 32);
+      load(w_lo, 4);
       add(hi, w_lo);
       add(hi, w_hi);  // the large products last: less is cut off
 #pragma unroll
@@ -256,28 +238,10 @@ __global__ __launch_bounds__(kThreads, T::kResident) void product(ProductParams 
   }
 }
 
-// Packs x, a row per blockIdx.x.
-__global__ void pack(ProductParams p) {
-  ptx::allow_next();
-  const int row = blockIdx.x, column = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
-  const bool is_here = column < p.k;
-  ptx::wait_for_previous();
-  float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (is_here) v = load4(p.x + static_cast<int64_t>(row) * p.k + column);
-  pack4(p.packed_x, p.k, row, column, v, is_here);
-}
-
 template <typename T>
 cudaError_t launch_product(const ProductParams& p, cudaStream_t stream) {
-  if (p.packed_x == nullptr) return cudaErrorInvalidValue;
-  if (p.x != nullptr) {
-    constexpr int kThreads = 256;
-    const int blocks = ceil_div(p.k / 4, kThreads);
-    const cudaError_t error =
-        launch_early(pack, dim3(p.m, blocks), 1, dim3(kThreads), 0, stream, p);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_tile<T>(product<T>, p, stream);
+  const cudaError_t error = launch_pack(p, stream);
+  return error == cudaSuccess ? launch_tile<T>(product<T>, p, stream) : error;
 }
 
 }  // namespace
@@ -287,6 +251,7 @@ namespace ATTENTION_VERSION {
 int64_t scratch_floats(const ProductParams&) { return 0; }
 
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
+  if (params.mode == kPackWeights) return pack_weights(params, stream);
   switch (params.tile) {  // must match KERNELS in product.py
     case 0:
       return launch_product<Tile<1, 4, 2, 1, 3, 3>>(params, stream);

@@ -17,6 +17,7 @@ EARLY = StepShape(GPT2Config(), torch.bfloat16, 1, 132, 227 * 1024)
 VERSIONS = [
     ("80", header.parse_header(CSRC / "v01_matrix_product.cu", "matrix_product_")),
     ("80", header.parse_header(CSRC / "v02_three_products.cu", "matrix_product_")),
+    ("90", header.parse_header(CSRC / "v04_wgmma.cu", "matrix_product_")),
     ("90", header.parse_header(CSRC / "v03_ends.cu", "recompute_")),
     *(("80", build) for build in header.parse_header(batch_step.SOURCE, "batch_step_").builds()),
     *(("80", PORTABLE.version()), ("120", PORTABLE.version()), ("90", EARLY.version())),
