@@ -1,4 +1,5 @@
-// What products of numbers hi + lo share: how W is packed, the scales, and the kernel that packs x.
+// What products of numbers hi + lo share: how W is packed, the scales, and the kernels that pack W
+// and x.
 //
 // Packed, W is (n / 64, k / 32) operands of wgmma: 64 rows of 128 bytes, swizzled. A row is a column
 // of W: 32 k of hi, then of lo. Of 16 k, lane c of four has 4 c to 4 c + 3, as in packed x: the

@@ -60,11 +60,11 @@ EVERY_TILE = [(name, i) for name in KERNELS for i in range(len(KERNELS[name].til
 @pytest.mark.parametrize(("kernel", "tile"), EVERY_TILE)
 def test_a_product_is_right_in_every_mode(kernel, tile):
     size = KERNELS[kernel].tiles[tile]
-    m, n, k = size.block_m // 2 + 3, 128, 3 * size.block_k
-    for parts in (1, 3):
+    m, n, k = size.block_m // 2 + 3, 128, 6 * size.block_k
+    for parts in (1, 3, 6):
         check(kernel, Plan(tile, size.count(m, n) * parts), m, n, k)
     for blocks in (5, 7):  # share 6 tiles, which are cut anywhere
-        check(kernel, Plan(tile, blocks), size.block_m + 6, 3 * size.block_n, 128)
+        check(kernel, Plan(tile, blocks), 2 * size.block_m + 6, 2 * size.block_n, 256)
 
 
 @pytest.mark.usefixtures("race_checked")
