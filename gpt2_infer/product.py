@@ -10,9 +10,10 @@ two float16 numbers.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
-from ctypes import c_float, c_int, c_void_p
+from ctypes import c_float, c_int, c_short, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -27,7 +28,7 @@ from gpt2_infer.config import PRODUCTS, GPT2Config, ProductsName
 from gpt2_infer.errors import RequestError
 
 CSRC = Path(__file__).parent / "csrc"
-BIAS, GELU, RESIDUAL, PACK_WEIGHTS = range(4)
+BIAS, GELU, RESIDUAL, PACK_WEIGHTS, FOLD_NORM = range(5)
 MAX_EVEN = 8  # most parts per tile to try, if all tiles have as many
 # Most parts per tile if the tiles differ; with four or more, float32's products took 9 to 33 %
 # longer on an H200.
@@ -109,12 +110,14 @@ class Kernel:
 
     file: str
     tiles: tuple[Tile, ...]
-    again_us: float
-    """The time that a block needs to move on to another tile."""
-    finish_us: float
-    """The time of a second kernel."""
     part_floats: float
     """The floats of partial tiles that are written and read again per microsecond."""
+    again_us: float = 0.0
+    """The time that a block needs to move on to another tile."""
+    finish_us: float = 0.0
+    """The time of a second kernel."""
+    has_clusters: bool = False
+    """Whether a cluster of blocks has a tile, and a LayerNorm is left to the next product."""
 
 
 KERNELS: dict[str, Kernel] = {
@@ -143,19 +146,20 @@ KERNELS: dict[str, Kernel] = {
     ),
     "3xfp16, wgmma": Kernel(
         "v04_wgmma.cu",
-        tuple(Tile(64, 64, 64, us) for us in ((0.42, 0.47), (0.49, 0.67, 0.72), (0.26,))),
-        again_us=1.58,
-        finish_us=0.03,
-        part_floats=0.52e6,
+        tuple(Tile(64, 64, 64, us) for us in ((0.43, 0.48), (0.48, 0.7, 0.71), (0.25,))),
+        part_floats=0.47e6,
+        has_clusters=True,
     ),
 }
 
 
 ProductParams = c_struct(
     (c_void_p, "x weight bias y residual ln_weight ln_bias workspace exponents packed_x packed_y"),
-    (c_int, "m n k mode"),
+    (c_void_p, "x_moments y_moments"),
+    (c_int, "m n k"),
     (c_float, "epsilon"),
-    (c_int, "tile blocks"),
+    (c_int, "blocks"),
+    (c_short, "mode tile"),
 )
 """The C struct StructParams of the kernel."""
 
@@ -183,20 +187,23 @@ def plans(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> list[
             continue
         tiles, slabs = tile.count(m, n), k // tile.block_k
         at_once = multiprocessors * tile.resident
-        most = max(1, min(slabs, MAX_EVEN, at_once // tiles))
-        blocks = {tiles * parts for parts in range(1, most + 1)}
-        if at_once <= tiles * min(slabs, MAX_UNEVEN):
+        # A cluster runs in one of a GPU's groups of multiprocessors. How many of these are of 16
+        # and how many of 18 differs even between GPUs of a model.
+        sizes = (16, 18) if kernel.has_clusters else (multiprocessors,)
+        blocks = {tiles} | {
+            tiles * parts
+            for parts in range(2, min(slabs, MAX_EVEN) + 1)
+            if all(tiles <= multiprocessors // n * (n * tile.resident // parts) for n in sizes)
+        }
+        if at_once <= tiles * min(slabs, MAX_UNEVEN) and not kernel.has_clusters:
             blocks.add(at_once)
         candidates += [Plan(index, count) for count in sorted(blocks)]
     return candidates
 
 
-def cost(
-    kernel: Kernel, plan: Plan, m: int, n: int, k: int, multiprocessors: int, *, adds: bool = False
-) -> float:
+def cost(kernel: Kernel, plan: Plan, m: int, n: int, k: int, multiprocessors: int) -> float:
     """Estimate the microseconds of a product.
 
-    adds: whether it is added to a residual stream, whose LayerNorm needs the second kernel anyway.
     Only the order of the estimates is meaningful: the time that all plans need is left out, and
     other GPUs have other times.
     """
@@ -212,35 +219,34 @@ def cost(
         -(-tiles * slabs // plan.blocks) * slab_us + (begun - 1) * kernel.again_us
     )
     if tiles % plan.blocks:
-        microseconds += (plan.blocks + tiles) * tile.block_m * tile.block_n / kernel.part_floats
-        microseconds += 0 if adds else kernel.finish_us
+        floats = (plan.blocks + tiles) * tile.block_m * tile.block_n
+        microseconds += floats / kernel.part_floats + kernel.finish_us
     return microseconds
 
 
 @functools.cache
-def choose(
-    kernel: Kernel, m: int, n: int, k: int, multiprocessors: int, *, adds: bool = False
-) -> Plan:
+def choose(kernel: Kernel, m: int, n: int, k: int, multiprocessors: int) -> Plan:
     """Return the plan with the lowest cost, for a shape that Product takes."""
-    return min(
-        plans(kernel, m, n, k, multiprocessors),
-        key=lambda plan: cost(kernel, plan, m, n, k, multiprocessors, adds=adds),
-    )
+    candidates = plans(kernel, m, n, k, multiprocessors)
+    return min(candidates, key=lambda plan: cost(kernel, plan, m, n, k, multiprocessors))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix of `rows` rows, split into float16 as three products read their x."""
+    """A matrix, split into float16 as three products read their x."""
 
     data: Tensor
-    """The chunks described in csrc/rows.cuh, in float32."""
-    rows: int
+    """The chunks described in csrc/rows.cuh, in float32. A LayerNorm's bias is left to after()."""
+    shape: tuple[int, int]
+    moments: Tensor | None = None
+    """If the matrix awaits a LayerNorm, what that needs to know: x_moments in csrc/product.cuh."""
 
     @classmethod
-    def empty(cls, rows: int, columns: int, like: Tensor) -> Packed:
+    def empty(cls, rows: int, columns: int, like: Tensor, *, awaits_norm: bool = False) -> Packed:
         """Return an uninitialized matrix on the device of `like`, which is float32."""
         chunks = -(-rows // 16) * (columns // 32)
-        return cls(like.new_empty(chunks * (16 * 32 + 16)), rows)
+        moments = like.new_empty(rows + rows % 2, columns // 64, 2) if awaits_norm else None
+        return cls(like.new_empty(chunks * (16 * 32 + 16)), (rows, columns), moments)
 
 
 Activation: TypeAlias = Tensor | Packed
@@ -262,7 +268,7 @@ def own_op(
 
 
 class Product:
-    """y = x W + b in float32, like Linear, with W (k, n).
+    """y = x W + b in float32, like Linear, with W contiguous, (k, n).
 
     k and n are multiples of 64.
 
@@ -274,18 +280,33 @@ class Product:
     def __init__(
         self, weight: Tensor, bias: Tensor, kernel: str = "ieee-fp32", *, plan: Plan | None = None
     ) -> None:
-        self.kernel, self.bias, self.plan = KERNELS[kernel], bias, plan
-        self.shape = weight.shape
+        self.kernel, self.bias, self.plan, self.shape = KERNELS[kernel], bias, plan, weight.shape
         self._op = own_op(CSRC / self.kernel.file, "matrix_product_", weight.device.type)
-        self.weight, self.exponents = weight.contiguous(), None
-        if kernel != "ieee-fp32":
-            (k, n), x = self.shape, self.weight
-            self.weight, self.exponents = torch.empty_like(x), bias.new_empty(n, dtype=torch.int32)
-            fields = {"x": x, "packed_y": self.weight, "exponents": self.exponents, "k": k, "n": n}
-            launch(self._op, bias, ProductParams, mode=PACK_WEIGHTS, **fields)
-        if weight.is_cuda and self.weight is not weight:  # else the copy could be just ahead
-            torch.cuda.current_stream(weight.device).synchronize()
+        self._given, (k, n) = weight, weight.shape
+        self._fields: dict[str, Any] = {"weight": self._given, "bias": bias, "k": k, "n": n}
+        self._after: dict[str, Any] = {}
+        self.packs = kernel != "ieee-fp32"
+        """Whether results for another product are Packed."""
+        if self.packs:
+            packed, exponents = torch.empty_like(self._given), bias.new_empty(n, dtype=torch.int32)
+            self._fields |= {"weight": packed, "exponents": exponents}
+            self._prepare(PACK_WEIGHTS, packed_y=packed)
         self._multiprocessors = count_multiprocessors(weight.device)
+
+    def _prepare(self, mode: int, **fields: Tensor) -> None:
+        fields |= self._fields | {"x": self._given}
+        launch(self._op, self.bias, ProductParams, mode=mode, **fields)
+        if self.bias.is_cuda:  # a kernel, so that this is not the work just ahead
+            self.bias.new_zeros(1)
+
+    def after(self, norm: nn.LayerNorm) -> Product:
+        """Return this product for x from add_and_norm(), with that norm; see Packed."""
+        if not self.packs:
+            return self
+        product, folded = copy.copy(self), self.bias.new_empty(2, self.shape[1])
+        self._prepare(FOLD_NORM, ln_weight=norm.weight, ln_bias=norm.bias, y=folded)
+        product._after = {"bias": folded, "epsilon": norm.eps}
+        return product
 
     def __call__(self, x: Activation, *, gelu: bool = False) -> Tensor:
         """Map x, contiguous (m, k), to (m, n); gelu applies GELU's tanh form."""
@@ -293,61 +314,52 @@ class Product:
 
     def add_to(self, residual: Tensor, x: Activation, norm: nn.LayerNorm | None = None) -> Tensor:
         """Add x W + b to residual, contiguous (m, n), in place; return it, or its norm if given."""
-        y = residual if norm is None else self._empty(x)
-        return self._launch(x, y, RESIDUAL, residual, norm)
+        if norm is None:
+            return self._launch(x, residual, RESIDUAL, residual=residual)
+        return self._add(residual, x, norm, self._empty(x))
 
     def hidden(self, x: Activation) -> Activation:
         """Return self(x, gelu=True), for another product."""
-        return self._launch(x, self._empty_activation(x), GELU)
+        return self._launch(x, self._activation(x), GELU)
 
     def add_and_norm(self, residual: Tensor, x: Activation, norm: nn.LayerNorm) -> Activation:
-        """Return self.add_to(residual, x, norm), for another product."""
-        return self._launch(x, self._empty_activation(x), RESIDUAL, residual, norm)
+        """Return self.add_to(residual, x, norm), for another product that is after(norm)."""
+        y = self._activation(x, awaits_norm=self.kernel.has_clusters)
+        return self._add(residual, x, norm, y)
+
+    def _add(self, residual: Tensor, x: Activation, norm: nn.LayerNorm, y: Output) -> Output:
+        fields = {"ln_weight": norm.weight, "epsilon": norm.eps, "residual": residual}
+        bias = None if isinstance(y, Packed) else norm.bias
+        return self._launch(x, y, RESIDUAL, ln_bias=bias, **fields)
 
     def _empty(self, x: Activation) -> Tensor:
-        return self.bias.new_empty(_rows(x), self.shape[1])
+        return self.bias.new_empty(x.shape[0], self.shape[1])
 
-    def _empty_activation(self, x: Activation) -> Activation:
-        return Packed.empty(_rows(x), self.shape[1], self.bias) if self.packs else self._empty(x)
+    def _activation(self, x: Activation, *, awaits_norm: bool = False) -> Activation:
+        if not self.packs:
+            return self._empty(x)
+        return Packed.empty(x.shape[0], self.shape[1], self.bias, awaits_norm=awaits_norm)
 
-    @property
-    def packs(self) -> bool:
-        """Whether results for another product are Packed."""
-        return self.exponents is not None
-
-    def _launch(
-        self,
-        x: Activation,
-        y: Output,
-        mode: int,
-        residual: Tensor | None = None,
-        norm: nn.LayerNorm | None = None,
-    ) -> Output:
+    def _launch(self, x: Activation, y: Output, mode: int, **fields: Any) -> Output:
         """Launch the kernel, which writes y, and return that."""
-        m, (k, n) = _rows(x), self.shape
-        plan = self.plan or choose(
-            self.kernel, m, n, k, self._multiprocessors, adds=mode == RESIDUAL
-        )
+        m, (k, n) = x.shape[0], self.shape
+        plan = self.plan or choose(self.kernel, m, n, k, self._multiprocessors)
         tile = self.kernel.tiles[plan.tile]
         tiles = tile.count(m, n)
-        parts = plan.blocks + tiles if tiles % plan.blocks else 0
-        workspace = self.bias.new_empty(parts * tile.block_m * tile.block_n)
-        fields: dict[str, Any] = {"weight": self.weight, "bias": self.bias, "residual": residual}
-        fields |= {"exponents": self.exponents, "workspace": workspace, "mode": mode}
-        fields |= {"m": m, "n": n, "k": k, "tile": plan.tile, "blocks": plan.blocks}
-        fields |= _named("x", x) | _named("y", y)
-        if norm is not None:
-            fields |= {"ln_weight": norm.weight, "ln_bias": norm.bias, "epsilon": norm.eps}
-        if self.packs and "packed_x" not in fields:
+        parts = plan.blocks + tiles if tiles % plan.blocks and not self.kernel.has_clusters else 0
+        fields["workspace"] = self.bias.new_empty(parts * tile.block_m * tile.block_n)
+        fields |= {"m": m, "mode": mode, "tile": plan.tile, "blocks": plan.blocks}
+        fields |= self._fields | _named("x", x) | _named("y", y)
+        if isinstance(x, Packed):
+            fields |= self._after
+        elif self.packs:
             fields["packed_x"] = Packed.empty(m, k, self.bias).data
         launch(self._op, self.bias, ProductParams, **fields)
         return y
 
 
-def _rows(x: Activation) -> int:
-    return x.rows if isinstance(x, Packed) else x.shape[0]
-
-
-def _named(name: str, x: Activation) -> dict[str, Tensor]:
-    """Return the field of ProductParams that a plain or a packed tensor is for."""
-    return {f"packed_{name}": x.data} if isinstance(x, Packed) else {name: x}
+def _named(name: str, x: Activation) -> dict[str, Tensor | None]:
+    """Return the fields of ProductParams that a plain or a packed tensor is for."""
+    if isinstance(x, Packed):
+        return {f"packed_{name}": x.data, f"{name}_moments": x.moments}
+    return {name: x}

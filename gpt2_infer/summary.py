@@ -20,19 +20,14 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
         device = f"{model.device} ({torch.cuda.get_device_name(model.device)})"
     specs = {result.attention: model.attention, result.decode_attention: model.decode_attention}
     emulated = [n for n, spec in specs.items() if n and model.device.type in spec.emulated_on]
-    report = {
-        "model": name,
-        "attention": result.attention,
-        "decode_attention": result.decode_attention,
+    same = ("attention", "decode_attention", "mode", "engine", "length_step", "finish_reasons")
+    report = {"model": name} | {each: getattr(result, each) for each in same}
+    report |= {
         "device": device,
         "dtype": dtype_name(model.dtype),
         "products": model.products,
-        "mode": result.mode,
-        "engine": result.engine,
-        "length_step": result.length_step,
         "prompt_tokens": [len(row) for row in result.prompts],
         "new_tokens": [len(row) for row in result.tokens],
-        "finish_reasons": result.finish_reasons,
         "load_s": round(load_s, 4),
         "emulated_backends": emulated,
     }
@@ -41,12 +36,9 @@ def make_report(model: GPT2, result: Generation, *, name: str, load_s: float) ->
     if on_cuda:
         report["peak_memory_bytes"] = torch.cuda.max_memory_allocated(model.device)
     if not emulated:
-        report |= {
-            "warm_up_s": round(result.warm_up_s, 4),
-            "prefill_s": round(result.prefill_s, 4),
-            "generation_s": round(result.generation_s, 4),
-            "tokens_per_second": round(result.tokens_per_second, 1),
-        }
+        times = ("warm_up_s", "prefill_s", "generation_s")
+        report |= {each: round(getattr(result, each), 4) for each in times}
+        report["tokens_per_second"] = round(result.tokens_per_second, 1)
         if len(result.intervals_s) > 1:
             at = statistics.quantiles(result.intervals_s, n=100, method="inclusive")
             report |= {"interval_p50_s": round(at[49], 6), "interval_p99_s": round(at[98], 6)}
@@ -70,10 +62,8 @@ def format_report(report: dict[str, Any]) -> str:
     lines = {"model": report["model"], "attention": backend(report["attention"])}
     if report["decode_attention"] is not None:
         lines["decode attention"] = backend(report["decode_attention"])
+    lines |= {each: report[each] for each in ("device", "dtype", "products")}
     lines |= {
-        "device": report["device"],
-        "dtype": report["dtype"],
-        "products": report["products"],
         "mode": f"{report['mode']}, {report['engine']} engine",
         "prompt tokens": counts(report["prompt_tokens"]),
         "new tokens": f"{counts(report['new_tokens'])}, ended by {ends}",

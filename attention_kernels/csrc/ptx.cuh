@@ -197,6 +197,12 @@ inline __device__ void cluster_arrive() {
 inline __device__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// Returns the address in a block of the cluster that corresponds to `here`, in shared memory. That
+// block must have begun, and must not end before its memory has been accessed.
+template <typename T>
+__device__ T* in_block(T* here, unsigned block) {
+  return static_cast<T*>(__cluster_map_shared_rank(here, block));
+}
 // Stores to the address in another block of the cluster that corresponds to `here`, in shared
 // memory. That block must have begun and must not have ended.
 inline __device__ void store_to_block(float* here, unsigned block, float value) {

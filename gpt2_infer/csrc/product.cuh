@@ -12,28 +12,33 @@
 
 namespace attention {
 
-enum Mode { kBias, kGelu, kResidual, kPackWeights };
+enum Mode { kBias, kGelu, kResidual, kPackWeights, kFoldNorm };
 
 // Must match ProductParams in product.py. Matrices are row-major and 16-byte aligned, but v01's x
-// need not be aligned.
+// need not be aligned. Packed x may still await its LayerNorm: it has only been multiplied by that
+// norm's weight. Then x_moments has the mean of each 64 columns before that, and the sum of their
+// squared deviations.
 struct StructParams {
-  const float* x;          // (m, k); null: packed_x is given
-  const void* weight;      // float (k, n), or packed; not written by the previous kernel
-  const float* bias;       // (n)
-  float* y;                // (m, n): kBias, kGelu; with a LayerNorm, its output
-  float* residual;         // (m, n): kResidual adds to it
-  const float* ln_weight;  // (n); null: no LayerNorm
-  const float* ln_bias;    // (n)
-  float* workspace;        // (blocks + tiles, kBlockM, kBlockN), unless every tile is whole
-  int* exponents;          // (n); of packed weights
-  uint4* packed_x;         // x, packed for tensor cores; of x, if that is given
-  uint4* packed_y;         // not null: y is packed, too
+  const float* x;           // (m, k); null: packed_x is given
+  const void* weight;       // float (k, n), or packed; not written by the previous kernel
+  const float* bias;        // (n); with x_moments, then the columns of W times the norm's weight
+  float* y;                 // (m, n): kBias, kGelu; with a LayerNorm, its output
+  float* residual;          // (m, n): kResidual adds to it
+  const float* ln_weight;   // (n); null: no LayerNorm
+  const float* ln_bias;     // (n); null: 0
+  float* workspace;         // (blocks + tiles, kBlockM, kBlockN), unless every tile is whole
+  int* exponents;           // (n); of packed weights
+  uint4* packed_x;          // x, packed for tensor cores; of x, if that is given
+  uint4* packed_y;          // not null: y is packed, too
+  const float2* x_moments;  // (m, k / 64); null: x is complete
+  float2* y_moments;        // (m, n / 64); not null: packed y awaits the LayerNorm
   int m, n, k;
-  int mode;  // kPackWeights packs x, (k, n), as packed_y, and sets exponents
   float epsilon;
-  int tile;    // index in launch()'s list
   int blocks;  // from 1 to tiles * slabs
+  short mode;  // the last two take W as x: they set packed_y and exponents, or y, (2, n)
+  short tile;  // index in launch()'s list
 };
+static_assert(sizeof(StructParams) <= 128, "a larger struct costs v01 registers");
 using ProductParams = StructParams;
 
 namespace {
@@ -170,8 +175,10 @@ __global__ void __launch_bounds__(1024) finish(ProductParams p) {
   // No earlier kernel writes the parameters, so they can be loaded while it ends.
   float4 bias = {}, ln_weight = {}, ln_bias = {};
   if (is_here) bias = load4(p.bias + column);
-  if (is_here && p.ln_weight != nullptr)
-    ln_weight = load4(p.ln_weight + column), ln_bias = load4(p.ln_bias + column);
+  if (is_here && p.ln_weight != nullptr) {
+    ln_weight = load4(p.ln_weight + column);
+    if (p.ln_bias != nullptr) ln_bias = load4(p.ln_bias + column);
+  }
   ptx::wait_for_previous();
   const bool is_cut = blocks.x < blocks.y, is_residual = p.mode == kResidual;
   float* const residual = p.residual + static_cast<int64_t>(row) * p.n + column;
@@ -202,6 +209,15 @@ __global__ void __launch_bounds__(1024) finish(ProductParams p) {
   store_y<true>(p, row, column, v, is_here);
 }
 
+template <typename T>
+cudaError_t launch_finish(const ProductParams& p, cudaStream_t stream) {
+  if (p.ln_weight != nullptr && p.n > 4 * 1024) return cudaErrorInvalidValue;
+  const int row = ceil_div(p.n / 4, 32) * 32;
+  const int threads = p.ln_weight != nullptr || row < 256 ? row : 256;
+  return launch_early(finish<T::kBlockM, T::kBlockN, T::kBlockK>, dim3(p.m, ceil_div(row, threads)),
+                      1, dim3(threads), 0, stream, p);
+}
+
 // Launches product() for tiles of type T, and then finish() if there is anything left to do.
 template <typename T>
 cudaError_t launch_tile(void (*product)(ProductParams), const ProductParams& p,
@@ -209,15 +225,11 @@ cudaError_t launch_tile(void (*product)(ProductParams), const ProductParams& p,
   if (p.m < 1 || p.n % T::kBlockN != 0 || p.k % T::kBlockK != 0) return cudaErrorInvalidValue;
   const int64_t tiles = static_cast<int64_t>(ceil_div(p.m, T::kBlockM)) * (p.n / T::kBlockN);
   if (p.blocks < 1 || p.blocks > tiles * (p.k / T::kBlockK)) return cudaErrorInvalidValue;
-  if (p.ln_weight != nullptr && p.n > 4 * 1024) return cudaErrorInvalidValue;
   const cudaError_t error =
       launch_early(product, dim3(p.blocks), 1, dim3(T::kThreads), T::kSmemBytes, stream, p);
   const bool is_whole = tiles % p.blocks == 0;  // every block has whole tiles
   if (error != cudaSuccess || (is_whole && p.ln_weight == nullptr)) return error;
-  const int row = ceil_div(p.n / 4, 32) * 32;
-  const int threads = p.ln_weight != nullptr || row < 256 ? row : 256;
-  return launch_early(finish<T::kBlockM, T::kBlockN, T::kBlockK>, dim3(p.m, ceil_div(row, threads)),
-                      1, dim3(threads), 0, stream, p);
+  return launch_finish<T>(p, stream);
 }
 
 }  // namespace

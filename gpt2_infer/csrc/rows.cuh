@@ -17,17 +17,21 @@ __device__ inline void store4(float* to, float4 v) { *reinterpret_cast<float4*>(
 __device__ inline float4 operator+(float4 a, float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
+__device__ inline float4 operator*(float4 a, float4 b) {
+  return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w};
+}
+__device__ inline float4 four(float x) { return {x, x, x, x}; }
+__device__ inline float sum_of(float4 v) { return v.x + v.y + v.z + v.w; }
 
 // Returns a thread's four columns of the LayerNorm of a block's row. v is 0 in threads that have no
 // columns.
 __device__ inline float4 layer_norm(float4 v, bool is_here, int columns, float epsilon,
                                     float4 weight, float4 bias, float (&warps)[2][32]) {
-  const float mean = block_sum(v.x + v.y + v.z + v.w, warps[0]) / columns;
-  v = v + float4{-mean, -mean, -mean, -mean};
-  const float square = is_here ? v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w : 0.0f;
+  const float mean = block_sum(sum_of(v), warps[0]) / columns;
+  v = v + four(-mean);
+  const float square = is_here ? sum_of(v * v) : 0.0f;
   const float scale = rsqrtf(block_sum(square, warps[1]) / columns + epsilon);
-  return {v.x * scale * weight.x + bias.x, v.y * scale * weight.y + bias.y,
-          v.z * scale * weight.z + bias.z, v.w * scale * weight.w + bias.w};
+  return v * four(scale) * weight + bias;
 }
 
 // Packed, x is (m / 16, k / 32) chunks. Each has 2 groups of 16 k, their hi and lo, a uint4 for
@@ -76,6 +80,25 @@ __device__ inline void store_packed(uint4* packed, int k, int row, int column, f
   to[4 * 32] = lo.x, to[4 * 32 + 2] = lo.y;
   if (column % kPackedK == 0)
     reinterpret_cast<float*>(chunk + kScales)[row % kPackedRows] = power_of_two(exponent - kTop);
+}
+
+// The same for two rows, the second of which is eight further down in the chunk.
+__device__ inline void store_packed(uint4* packed, int k, int row, int column, float4 v, float4 w,
+                                    float largest_v, float largest_w) {
+  const int exponents[2] = {exponent_of(largest_v), exponent_of(largest_w)};
+  const float a = power_of_two(kTop - exponents[0]), b = power_of_two(kTop - exponents[1]);
+  uint4 hi, lo;
+  split(v.x * a, v.y * a, hi.x, lo.x), split(w.x * b, w.y * b, hi.y, lo.y);
+  split(v.z * a, v.w * a, hi.z, lo.z), split(w.z * b, w.w * b, hi.w, lo.w);
+  uint4* const chunk =
+      packed +
+      (static_cast<int64_t>(row / kPackedRows) * (k / kPackedK) + column / kPackedK) * kChunk;
+  uint4* const to = chunk + column % kPackedK / 16 * 2 * 32 + row % 8 * 4 + column % 16 / 4;
+  to[0] = hi, to[32] = lo;
+  if (column % kPackedK == 0) {
+    auto* const scales = reinterpret_cast<float*>(chunk + kScales) + row % kPackedRows;
+    scales[0] = power_of_two(exponents[0] - kTop), scales[8] = power_of_two(exponents[1] - kTop);
+  }
 }
 
 __device__ inline float largest_of(float4 v) {

@@ -1,5 +1,5 @@
 // What products of numbers hi + lo share: how W is packed, the scales, and the kernels that pack W
-// and x.
+// and x, or fold a LayerNorm into W.
 //
 // Packed, W is (n / 64, k / 32) operands of wgmma: 64 rows of 128 bytes, swizzled. A row is a column
 // of W: 32 k of hi, then of lo. Of 16 k, lane c of four has 4 c to 4 c + 3, as in packed x: the
@@ -78,8 +78,31 @@ __global__ void __launch_bounds__(kOperandThreads) pack_operand(ProductParams p)
   }
 }
 
-inline cudaError_t pack_weights(const ProductParams& p, cudaStream_t stream) {
+// Multiplies a LayerNorm's bias and weight by 64 columns of W per block, and adds the product's bias to
+// the first: the bias of a product of the LayerNorm's result, and what follows it.
+__global__ void __launch_bounds__(kColumnThreads) fold_norm(ProductParams p) {
+  __shared__ double s_sums[2][kColumnThreads / kColumnsW][kColumnsW];
+  const int in_block = threadIdx.x % kColumnsW, part = threadIdx.x / kColumnsW;
+  const int column = blockIdx.x * kColumnsW + in_block;
+  double sums[2] = {};
+#pragma unroll 8
+  for (int k = part; k < p.k; k += kColumnThreads / kColumnsW) {
+    const double w = p.x[static_cast<int64_t>(k) * p.n + column];
+    sums[0] += w * p.ln_bias[k], sums[1] += w * p.ln_weight[k];
+  }
+  for (int i = 0; i < 2; ++i) s_sums[i][part][in_block] = sums[i];
+  __syncthreads();
+  if (part > 1) return;
+  double sum = part == 0 ? p.bias[column] : 0.0;
+  for (const auto& other : s_sums[part]) sum += other[in_block];
+  p.y[part * p.n + column] = static_cast<float>(sum);
+}
+
+// Prepares the weights: packs them, or folds a LayerNorm into them.
+inline cudaError_t prepare(const ProductParams& p, cudaStream_t stream) {
   const unsigned across = p.n / kColumnsW, down = p.k / kPackedK;
+  if (p.mode == kFoldNorm)
+    return launch_kernel(fold_norm, dim3(across), dim3(kColumnThreads), 0, stream, p);
   const cudaError_t error =
       launch_kernel(scale_columns, dim3(across), dim3(kColumnThreads), 0, stream, p);
   if (error != cudaSuccess) return error;

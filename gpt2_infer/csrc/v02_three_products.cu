@@ -251,7 +251,7 @@ namespace ATTENTION_VERSION {
 int64_t scratch_floats(const ProductParams&) { return 0; }
 
 cudaError_t launch(const ProductParams& params, cudaStream_t stream) {
-  if (params.mode == kPackWeights) return pack_weights(params, stream);
+  if (params.mode >= kPackWeights) return prepare(params, stream);
   switch (params.tile) {  // must match KERNELS in product.py
     case 0:
       return launch_product<Tile<1, 4, 2, 1, 3, 3>>(params, stream);

@@ -32,7 +32,7 @@ struct StructParams {
   const float* ln_bias;    // (width)
   float* x;                // (batch * seqlen, width): begin() writes it
   float* normed;           // (batch * seqlen, width); null: packed is given
-  uint4* packed;           // the same, packed
+  uint4* packed;           // the same without ln_bias, packed
   const float* heads;      // (batch * seqlen, width)
   float* kept_x;           // (batch, width)
   float* kept_heads;       // (batch, width)
@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kMaxThreads) begin(EndsParams p) {
   const bool is_here = column < p.width;
   float4 weight = {}, bias = {}, v = {};
   if (is_here) {
-    weight = load4(p.ln_weight + column), bias = load4(p.ln_bias + column);
+    weight = load4(p.ln_weight + column);
+    if (p.packed == nullptr) bias = load4(p.ln_bias + column);
     v = load4(p.wpe + static_cast<int64_t>(position) * p.width + column);
   }
   ptx::wait_for_previous();

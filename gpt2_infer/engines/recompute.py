@@ -105,8 +105,9 @@ class Layer:
 
     def __init__(self, block: Block, next_norm: nn.LayerNorm) -> None:
         self.block, self.next_norm = block, next_norm
-        linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-        self.qkv, self.proj, self.fc, self.fc2 = (linear.product() for linear in linears)
+        attn, mlp = block.attn, block.mlp
+        self.qkv, self.proj = attn.c_attn.product().after(block.ln_1), attn.c_proj.product()
+        self.fc, self.fc2 = mlp.c_fc.product().after(block.ln_2), mlp.c_proj.product()
 
     def hidden(self, x: Tensor, heads: Tensor) -> Activation:
         """Add the first projection to the residual stream x in place; return the hidden units."""

@@ -42,10 +42,6 @@ def layout(columns):
     return row, i // 4 * 8 + thread % 4 * 2 + i % 2
 
 
-def power_of_two(exponents):
-    return ((exponents + 127) << 23).int().view(torch.float32)
-
-
 def operands(dtype, name, products, rows=64, columns=64, depth=64):
     """Return A, B and the initial sums for a kind of numbers, the same on every machine.
 
@@ -59,7 +55,7 @@ def operands(dtype, name, products, rows=64, columns=64, depth=64):
         return torch.randint(-most, most, (products, *shape), generator=g).float() / (most / 2)
 
     def spread(x, bits):
-        return x * power_of_two(torch.randint(-bits, bits + 1, x.shape, generator=g))
+        return torch.ldexp(x, torch.randint(-bits, bits + 1, x.shape, generator=g))
 
     bits = 24 if dtype == torch.float32 else 11
     a, b = numbers(rows, depth, bits=bits), numbers(depth, columns, bits=bits)

@@ -653,6 +653,7 @@ class Races {
     const LaunchOrder& order = *block.launch->in_stream;
     next.is_shared = false;
     if (order.deferred < order.before_call && !(is_read(next.kind) && has_constants) &&
+        !block.shared.has(reinterpret_cast<const void*>(address)) &&
         std::max(floor.complete, of_thread[next.thread].news.complete) < order.before_call)
       report({}, next, address);
     for (uintptr_t at = address, end; at < address + bytes; at = end) {

@@ -48,23 +48,21 @@ def models(dtype: str = "float32", **options) -> list[GPT2]:
     ]
 
 
-def same_texts(here: GPT2, there: GPT2, **options) -> None:
-    for sampling in (Sampling(), SAMPLING):
-        fields = {"max_new_tokens": 70, "ignore_eos": True, "sampling": sampling, **options}
-        expected = generate(here, PROMPTS, **fields).tokens
-        for on_text in (None, lambda row, text: None):  # tokens read at the end, and each
-            done = generate(there, PROMPTS, on_text=on_text, **fields)
-            assert done.tokens == expected
-            assert 0 < done.prefill_s < done.generation_s
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ["eager", "graph", "fused"])
 def test_every_engine(engine, mode, dtype):
     if (engine, mode) == ("fused", "recompute") and dtype != "float32":
         pytest.skip("fused recomputes in float32 only")
-    same_texts(*models(dtype), mode=mode, engine=engine)
+    here, there = models(dtype)
+    for sampling in (Sampling(), SAMPLING):
+        fields = {"max_new_tokens": 70, "ignore_eos": True, "sampling": sampling}
+        fields |= {"mode": mode, "engine": engine}
+        expected = generate(here, PROMPTS, **fields).tokens
+        for on_text in (None, lambda row, text: None):  # tokens read at the end, and each
+            done = generate(there, PROMPTS, on_text=on_text, **fields)
+            assert done.tokens == expected
+            assert 0 < done.prefill_s < done.generation_s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

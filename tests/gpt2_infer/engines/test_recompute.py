@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import gpt2_infer.model
-from gpt2_infer import GPT2, RequestError, generate
-from gpt2_infer.config import PRODUCTS, GPT2Config
+from gpt2_infer import GPT2, RequestError, generate, linear
+from gpt2_infer.config import GPT2Config
 from gpt2_infer.engines.base import capture
 from gpt2_infer.engines.recompute import Forward, Recompute
 from gpt2_infer.model import KVCache
+from gpt2_infer.product import KERNELS
 from gpt2_infer.request import MODES
 from tests.gpt2_infer.engines.common import SIZES, SMALL, published, random_model, request_for
 
@@ -24,13 +25,14 @@ def with_emulated_products(model, products, monkeypatch):
     return model.with_products(products)
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     "config", [CONFIG, dataclasses.replace(CONFIG, n_layer=1, tie_word_embeddings=False)]
 )
 @torch.inference_mode()
-def test_the_logits_and_the_cache_are_those_of_the_modules(config, products, monkeypatch):
-    model = random_model(config)
+def test_the_logits_and_the_cache_are_those_of_the_modules(config, kernel, monkeypatch):
+    model, (products, *_) = random_model(config), kernel.split(",")
+    monkeypatch.setattr(linear, "kernel_for", lambda *_: kernel)
     other = with_emulated_products(model, products, monkeypatch)
     tokens, seqlens = torch.randint(0, 101, (3, 37)), torch.tensor([37, 1, 20])
     cache, wanted = (KVCache.allocate(model, 3, 40) for _ in range(2))
