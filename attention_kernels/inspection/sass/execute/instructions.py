@@ -27,8 +27,9 @@ from attention_kernels.inspection.sass.execute.state import LOW, Blocks, Issue, 
 _MAX_ISSUED = 3_000_000  # most instructions to execute: takes seconds
 _INSTRUCTION_BYTES = 16
 # Constant bank 0 up to the parameters: the sizes of block and grid; from Hopper on, at 0xc0 and at
-# 0x198, where the bank and where its parameters are in memory, as code looks there for tensor maps.
-_HEAD_UP_TO_8, _HEAD = struct.Struct("<6I328x"), struct.Struct("<6I168xQ208xQ112x")
+# 0x198, where the bank and where its parameters are in memory, as code looks there for tensor maps,
+# and at 0x140 whether there are clusters, without which code waits for the block alone.
+_HEAD_UP_TO_8, _HEAD = struct.Struct("<6I328x"), struct.Struct("<6I168xQ120xI84xQ112x")
 _BRANCHES = ("BRA", "CALL", "RET")
 _CONTROL = (*_BRANCHES, "EXIT", "BAR", "UCGABAR_WAIT")
 
@@ -40,7 +41,7 @@ def run_blocks(program: Program, launch: Launch, indices: Sequence[Triple]) -> B
     head, layout = [*launch.block, *launch.grid], _HEAD_UP_TO_8
     if int(program.gpu.arch) >= 90:
         begin = asynchronous.BANK_ADDRESS
-        head, layout = [*head, begin, begin + HOPPER_PARAMETERS], _HEAD
+        head, layout = [*head, begin, max(launch.cluster) > 1, begin + HOPPER_PARAMETERS], _HEAD
     constants = layout.pack(*head) + launch.parameters
     code, words = program.code[launch.symbol], dict(launch.words)
     blocks = Blocks(code, constants, launch.block, indices, words, launch.cluster)

@@ -281,15 +281,15 @@ def axes_of(program: Program, launch: Launch) -> tuple[list[int], bool, float]:
     at = [[n * part // 4 for part in range(3)] for n in grid]
     lines = [(rest, axis) for rest in ([2] * 3, [0] * 3) for axis in range(3)]
     parts = [(*rest[:axis], part, *rest[axis + 1 :]) for rest, axis in lines for part in range(3)]
-    probes: list[Triple] = [(at[0][i], at[1][j], at[2][k]) for i, j, k in parts]
-    blocks = run_blocks(program, launch, probes)
+    blocks = run_blocks(program, launch, [(at[0][i], at[1][j], at[2][k]) for i, j, k in parts])
     found = [one["issue"] for one in counts_of(blocks)]
     issued = [found[first : first + 3] for first in range(0, len(found), 3)]
     unlike = (abs(half - start) > 0.001 * half for start, _, half in issued)
     differ = sorted({axis for (_, axis), differs in zip(lines, unlike, strict=True) if differs})
-    is_regular = not blocks.has_cluster and not blocks.taken.any()
+    in_clusters = max(launch.cluster) > 1  # the code alone may be for launches without them, too
+    is_regular = not in_clusters and not blocks.taken.any()
     # All blocks of a cluster take themselves for its first: what the others request is not known.
-    distinct = _distinct(blocks, grid, 1 if blocks.has_cluster else program.gpu.multiprocessors)
+    distinct = _distinct(blocks, grid, 1 if in_clusters else program.gpu.multiprocessors)
     if len(differ) != 1:
         return differ or [grid.index(max(grid))], not differ and is_regular, distinct
     (axis,) = differ

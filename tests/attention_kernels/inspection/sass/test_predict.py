@@ -34,8 +34,8 @@ def program_of(code, *, heads_first=False):
     return Program(ROOT / "v01.cu", ROOT, H200, kernels, {}, heads_first)
 
 
-def launch_of(grid):
-    return Launch(64, "kernel", "kernel", grid, (64, 1, 1), 0, b"")
+def launch_of(grid, **more):
+    return Launch(64, "kernel", "kernel", grid, (64, 1, 1), 0, b"", **more)
 
 
 @pytest.mark.parametrize(("blocks", "waves"), [(132, 1), (133, 2), (265, 3)])
@@ -119,12 +119,12 @@ def test_of_other_kernels_the_axes_along_which_blocks_differ_are_found(axis, gri
     """A block with index i along the axis runs max(i, 1) iterations."""
     code = CODE.replace("IMAD.SHL.U32 R1, R0, 0x80, RZ", f"S2R R5, SR_CTAID.{axis}")
     code = code.replace("LDS R4, [R1+UR4+0x10]", "LDG.E R4, [R2.64+0x100]")
-    program, launch = program_of(code.replace("c[0x0][0x18]", "R5")), launch_of(grid)
-    found, _, distinct = axes_of(program, launch)
+    code = code.replace("c[0x0][0x18]", "R5").replace("\nEXIT", "\nUCGABAR_ARV\nEXIT")
+    program, launch = program_of(code), launch_of(grid)
     # All load the same word; the first 96 or so run on 132 multiprocessors at once.
-    assert (found, distinct) == (axes, pytest.approx(1 / 96))
-    line, length = line_of(program, launch), grid[axes[0]]
-    blocks = grid[0] * grid[1] * grid[2]
+    assert axes_of(program, launch)[::2] == (axes, pytest.approx(1 / 96))
+    assert axes_of(program, launch_of(grid, cluster=(2, 1, 1)))[2] == 1  # of clusters it is unknown
+    line, length, blocks = line_of(program, launch), grid[axes[0]], grid[0] * grid[1] * grid[2]
     assert line.totals()["global"] == sum(max(i, 1) for i in range(length)) * blocks / length
     assert (line.length, line.alike, line.alike * line.repeats * length) == (length, alike, blocks)
 
