@@ -111,7 +111,7 @@ class Kernel:
     file: str
     tiles: tuple[Tile, ...]
     part_floats: float
-    """The floats of partial tiles that are written and read again per microsecond."""
+    """The floats of partial tiles that blocks exchange per microsecond."""
     again_us: float = 0.0
     """The time that a block needs to move on to another tile."""
     finish_us: float = 0.0

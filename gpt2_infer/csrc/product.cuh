@@ -17,11 +17,11 @@ enum Mode { kBias, kGelu, kResidual, kPackWeights, kFoldNorm };
 // Must match ProductParams in product.py. Matrices are row-major and 16-byte aligned, but v01's x
 // need not be aligned. Packed x may still await its LayerNorm: it has only been multiplied by that
 // norm's weight. Then x_moments has the mean of each 64 columns before that, and the sum of their
-// squared deviations.
+// squared deviations; and the bias is followed by the sums of W's columns, times that weight.
 struct StructParams {
   const float* x;           // (m, k); null: packed_x is given
   const void* weight;       // float (k, n), or packed; not written by the previous kernel
-  const float* bias;        // (n); with x_moments, then the columns of W times the norm's weight
+  const float* bias;        // (n), or with x_moments (2, n)
   float* y;                 // (m, n): kBias, kGelu; with a LayerNorm, its output
   float* residual;          // (m, n): kResidual adds to it
   const float* ln_weight;   // (n); null: no LayerNorm
@@ -209,9 +209,10 @@ __global__ void __launch_bounds__(1024) finish(ProductParams p) {
   store_y<true>(p, row, column, v, is_here);
 }
 
+constexpr int kMostOfNorm = 4 * 1024;  // columns: a block has a row
+
 template <typename T>
 cudaError_t launch_finish(const ProductParams& p, cudaStream_t stream) {
-  if (p.ln_weight != nullptr && p.n > 4 * 1024) return cudaErrorInvalidValue;
   const int row = ceil_div(p.n / 4, 32) * 32;
   const int threads = p.ln_weight != nullptr || row < 256 ? row : 256;
   return launch_early(finish<T::kBlockM, T::kBlockN, T::kBlockK>, dim3(p.m, ceil_div(row, threads)),
@@ -225,6 +226,7 @@ cudaError_t launch_tile(void (*product)(ProductParams), const ProductParams& p,
   if (p.m < 1 || p.n % T::kBlockN != 0 || p.k % T::kBlockK != 0) return cudaErrorInvalidValue;
   const int64_t tiles = static_cast<int64_t>(ceil_div(p.m, T::kBlockM)) * (p.n / T::kBlockN);
   if (p.blocks < 1 || p.blocks > tiles * (p.k / T::kBlockK)) return cudaErrorInvalidValue;
+  if (p.ln_weight != nullptr && p.n > kMostOfNorm) return cudaErrorInvalidValue;
   const cudaError_t error =
       launch_early(product, dim3(p.blocks), 1, dim3(T::kThreads), T::kSmemBytes, stream, p);
   const bool is_whole = tiles % p.blocks == 0;  // every block has whole tiles

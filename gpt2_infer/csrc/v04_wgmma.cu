@@ -443,6 +443,8 @@ cudaError_t launch_product(const ProductParams& p, cudaStream_t stream) {
   cudaError_t error = launch_pack(p, stream);
   if (error != cudaSuccess) return error;
   if (p.m < 1 || p.n % kColumnsW != 0 || p.k % kBlockK != 0) return cudaErrorInvalidValue;
+  const bool applies_norm = p.ln_weight != nullptr && p.packed_y == nullptr;
+  if (applies_norm && p.n > kMostOfNorm) return cudaErrorInvalidValue;
   // Moments must fit where a slab does.
   if (p.x_moments != nullptr && kRows * p.k / kColumnsW * sizeof(float2) > T::kStageBytes)
     return cudaErrorInvalidValue;
@@ -451,7 +453,7 @@ cudaError_t launch_product(const ProductParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   error = launch_early(product<T>, dim3(parts, tiles), parts, dim3(T::kThreads), T::kSmemBytes,
                        stream, p);
-  if (error != cudaSuccess || p.ln_weight == nullptr || p.packed_y != nullptr) return error;
+  if (error != cudaSuccess || !applies_norm) return error;
   ProductParams whole = p;  // tiles, of which only the LayerNorm is left
   whole.blocks = tiles;
   return launch_finish<T>(whole, stream);
