@@ -59,10 +59,14 @@ void cluster_wait(ATTENTION_EMULATOR_SITE);
 // Returns the byte of another block's shared memory that corresponds to `here`.
 unsigned char* block_memory(unsigned char* here, unsigned block, const Site& site);
 template <typename T>
-ATTENTION_EMULATOR_INLINE T* in_block(T* here, unsigned block, ATTENTION_EMULATOR_SITE) {
+ATTENTION_EMULATOR_INLINE T* address_in(T* here, unsigned block, const Site& site) {
   if (block == rank_of(*this_fiber().block)) return here;
   auto* const byte = const_cast<unsigned char*>(reinterpret_cast<const unsigned char*>(here));
-  return reinterpret_cast<T*>(block_memory(byte, block, {"in_block", file, line}));
+  return reinterpret_cast<T*>(block_memory(byte, block, site));
+}
+template <typename T>
+ATTENTION_EMULATOR_INLINE T* in_block(T* here, unsigned block, ATTENTION_EMULATOR_SITE) {
+  return address_in(here, block, {"in_block", file, line});
 }
 void store_to_block(float* here, unsigned block, float value, ATTENTION_EMULATOR_SITE);
 void barrier_arrive_at_block(Barrier* here, unsigned block, ATTENTION_EMULATOR_SITE);

@@ -149,9 +149,7 @@ class cluster_group {
   // Returns the address in another block's shared memory.
   template <typename T>
   static T* map_shared_rank(T* here, unsigned rank, ATTENTION_EMULATOR_SITE) {
-    if (rank == block_rank()) return here;
-    return reinterpret_cast<T*>(attention::ptx::block_memory(
-        reinterpret_cast<unsigned char*>(here), rank, {"map_shared_rank", file, line}));
+    return attention::ptx::address_in(here, rank, {"map_shared_rank", file, line});
   }
 };
 inline cluster_group this_cluster() { return {}; }
